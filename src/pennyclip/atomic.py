@@ -1,0 +1,49 @@
+"""Files that are either whole or not there: temporary name, flush, rename."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def flush(path: Path) -> None:
+    """Push a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """A temporary path beside `final`, for a file or a folder, that becomes `final` at the end.
+
+    What fails or is killed in between leaves `final` as it was.
+    """
+    partial = final.parent / f".{final.name}.tmp"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove(partial)
+    try:
+        yield partial
+        for path in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
+            flush(path)
+        os.replace(partial, final)
+        flush(final.parent)
+    except BaseException:
+        remove(partial)
+        raise
+
+
+def write_text(final: Path, text: str) -> None:
+    with replacing(final) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,299 @@
+"""The command line: the only reader of argv. Imports torch only in a command that needs it.
+
+Exit codes: 0 done, 1 it ran and failed, 2 the request was wrong, 130 / 143 stopped by a signal.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import tyro
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from pennyclip.config import Config, load_recipe
+from pennyclip.errors import RequestError, RunError
+
+Json = Annotated[bool, arg(help="Print one JSON object on standard output, nothing else there.")]
+
+
+class Command(Protocol):
+    json: Json
+
+    def run(self) -> "Answer": ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found: for people, for programs, and its exit code."""
+
+    text: str
+    tree: dict[str, Any]
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Any layout of image-text pairs -> validated, resized, sharded dataset."""
+
+    sources: Positional[tuple[str, ...]]
+    """Folders, tables (csv, tsv, jsonl) or webdataset tars."""
+    out: Path
+    """The dataset's folder."""
+    image_key: str | None = None
+    """A table's column with the image paths, where its name is unusual."""
+    caption_key: str | None = None
+    """A table's column with the captions, where its name is unusual."""
+    val_share: float = 0.05
+    """Share of rows held out for reports, where the source brings no validation split."""
+    dev_share: float = 0.05
+    """Share of training rows held out to choose checkpoints by."""
+    workers: int | None = None
+    """Processes; unset: one a core."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.prepare import prepare
+
+        summary = prepare(
+            list(self.sources),
+            self.out,
+            workers=self.workers,
+            val_share=self.val_share,
+            dev_share=self.dev_share,
+            image_key=self.image_key,
+            caption_key=self.caption_key,
+        )
+        return Answer(str(summary), dataclasses.asdict(summary))
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a CLIP by a recipe. Every key of the recipe can be set: --optim.lr 3e-4."""
+
+    config: Annotated[Config, arg(name="")]
+    out: Path
+    """The run's folder."""
+    continue_: Annotated[bool, arg(name="continue")] = False
+    """Go on where an unfinished run of this very request stopped, for launchers that restart."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.train import train
+
+        return _outcome(train(self.config, self.out, proceed=self.continue_))
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on with an unfinished run, at the sample at which its last checkpoint stands."""
+
+    resume: Path
+    """The run's folder."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.train import resume
+
+        return _outcome(resume(self.resume))
+
+
+def _outcome(outcome: Any) -> Answer:
+    score = outcome.best.score if outcome.best else None
+    state = "finished" if outcome.finished else "stopped"
+    text = f"{outcome.run}: {state} after {outcome.steps} updates"
+    if score is not None:
+        text += f"; best mean recall on the development split {score:.1%}"
+    text += "" if outcome.finished else f". Go on with: pennyclip train --resume {outcome.run}"
+    tree = {
+        "run": str(outcome.run),
+        "steps": outcome.steps,
+        "finished": outcome.finished,
+        "best": {"path": str(outcome.best.path), "score": score} if outcome.best else None,
+    }
+    return Answer(text, tree, outcome.exit_code)
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Find each picture by its captions and each caption by its picture."""
+
+    run_: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's folder, or a checkpoint's."""
+    data: Path
+    """The prepared dataset."""
+    split: str = "val"
+    """Subset of the dataset."""
+    checkpoint: str = "best"
+    """best, last or a step."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.evaluate.command import evaluate_retrieval
+
+        return _result(evaluate_retrieval(self.run_, self.data, self.split, self.checkpoint))
+
+
+@dataclass(frozen=True)
+class Zeroshot:
+    """Classify pictures by the names of their classes."""
+
+    run_: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's folder, or a checkpoint's."""
+    images: Path
+    """A folder with one folder a class, named as the class."""
+    checkpoint: str = "best"
+    """best, last or a step."""
+    classes: Path | None = None
+    """JSON object from folder name to class name, where they differ."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.evaluate.command import evaluate_zeroshot
+
+        return _result(evaluate_zeroshot(self.run_, self.images, self.checkpoint, self.classes))
+
+
+def _result(result: Any) -> Answer:
+    width = max(map(len, result.metrics))
+    lines = [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
+    return Answer("\n".join(lines), {"metrics": result.metrics, "tables": result.tables})
+
+
+@dataclass(frozen=True)
+class Report:
+    """A self-contained page about a run, or several side by side."""
+
+    runs: Positional[tuple[Path, ...]]
+    out: Path | None = None
+    """The page; unset: report.html in the run's folder, comparison.html for several runs."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.report import write_comparison, write_report
+
+        if len(self.runs) == 1:
+            page = write_report(self.runs[0], self.out)
+        else:
+            page = write_comparison(list(self.runs), self.out or Path("comparison.html"))
+        return Answer(f"report: {page}", {"report": str(page)})
+
+
+@dataclass(frozen=True)
+class Search:
+    """Find a dataset's pictures by text."""
+
+    run_: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's folder, or a checkpoint's."""
+    query: Positional[str]
+    data: Path
+    """The prepared dataset."""
+    subset: str | None = None
+    """Which of its rows; unset: all."""
+    top: int = 5
+    """How many pictures."""
+    checkpoint: str = "best"
+    """best, last or a step."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.search import search
+
+        hits = search(
+            self.run_, self.data, self.query,
+            subset=self.subset, top=self.top, checkpoint=self.checkpoint,
+        )
+        lines = [f"{h.score:.3f}  {h.origin}  {h.captions[0][:80]}" for h in hits]
+        return Answer("\n".join(lines), {"hits": [dataclasses.asdict(h) for h in hits]})
+
+
+@dataclass(frozen=True)
+class List:
+    """Name what a recipe can use."""
+
+    what: Positional[str]
+    """recipes, towers, losses or optimizers."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.listing import listing
+
+        names = listing(self.what)
+        lines = [f"{name:<28} {about}".rstrip() for name, about in names.items()]
+        return Answer("\n".join(lines), {self.what: names})
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "prepare": Prepare,
+    "train": Train,
+    "eval retrieval": Retrieval,
+    "eval zeroshot": Zeroshot,
+    "report": Report,
+    "search": Search,
+    "list": List,
+}
+
+
+def usage() -> str:
+    lines = ["usage: pennyclip COMMAND ...   (pennyclip COMMAND --help says more)", ""]
+    lines += [f"  {name:<16} {(kind.__doc__ or '').strip()}" for name, kind in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command that the arguments describe.
+
+    Raises:
+        RequestError: there is no such command, or no such recipe.
+        SystemExit: tyro printed help (0) or refused an argument (2).
+    """
+    name = next((n for n in COMMANDS if list(argv[: len(n.split())]) == n.split()), None)
+    if name is None:
+        raise RequestError(f"no command '{' '.join(argv[:2])}'\n\n{usage()}")
+    rest = list(argv[len(name.split()) :])
+    kind, program = COMMANDS[name], f"pennyclip {name}"
+    if name != "train":
+        return tyro.cli(kind, prog=program, args=rest, description=kind.__doc__)
+    if any(item.split("=")[0] == "--resume" for item in rest):
+        return tyro.cli(Resume, prog=program, args=rest)
+    if not rest or rest[0].startswith("-"):
+        raise RequestError(
+            "usage: pennyclip train RECIPE --data DATASET --out RUN [--section.key value ...], or "
+            "pennyclip train --resume RUN. Recipes: pennyclip list recipes"
+        )
+    config = load_recipe(rest[0])
+    return tyro.cli(
+        Train,
+        prog=f"{program} {rest[0]}",
+        args=rest[1:],
+        default=Train(config=config, out=tyro.MISSING),
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    try:
+        command = parse(argv)
+        answer = command.run()
+    except (RequestError, RunError) as error:
+        Console(stderr=True).print(f"pennyclip: {error}", markup=False, highlight=False, soft_wrap=True)
+        if "--json" in argv:
+            print(json.dumps({"error": str(error)}))
+        return 2 if isinstance(error, RequestError) else 1
+    except KeyboardInterrupt:
+        return 130
+    print(json.dumps(answer.tree) if command.json else answer.text)
+    return answer.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""From a source's files to training batches."""

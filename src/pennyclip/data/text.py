@@ -1,0 +1,238 @@
+"""From a caption to token ids: CLIP's own byte-pair tokenizer, or any `tokenizers` file."""
+
+import gzip
+import html
+import json
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import ftfy
+import numpy as np
+import numpy.typing as npt
+import regex
+from ftfy.badness import is_bad
+
+from pennyclip.errors import RequestError
+
+I64 = npt.NDArray[np.int64]
+
+# Text that ftfy leaves as it is: ASCII without "&" (HTML entities) and without control characters
+# other than white space; and a line of common Latin, unless its letters look wrongly decoded.
+PLAIN = re.compile(r"[\t\n\f\r -%'-~]*")
+LATIN = re.compile(
+    r"[ -%'-~\u00a1-\u00ac\u00ae-\u0131\u0134-\u0148\u014a-\u017f\u2013\u2014\u2026\u2212]*"
+)
+
+# How CLIP cuts a cleaned caption into words (Radford et al. 2021, the released tokenizer).
+WORDS = regex.compile(
+    r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+",
+    regex.IGNORECASE,
+)
+
+CACHE_SIZE = 1 << 18  # chosen: about 60 MB at worst; real captions' vocabularies are smaller
+
+
+class Tokenizer(Protocol):
+    """What turns a caption into token ids."""
+
+    context_length: int
+    """Longest caption that the text tower takes, in tokens, start and end tokens included."""
+    vocab_size: int
+    """One more than the largest id: the rows that the token embedding needs."""
+    fingerprint: str
+    """blake2b of all that decides the ids; the context length is not part of it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The whole caption with its start and end tokens, never truncated."""
+        ...
+
+
+def truncate(ids: list[int], length: int) -> list[int]:
+    """At most `length` >= 1 ids of a whole caption; the last one stays its end token."""
+    return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
+
+
+def padded_length(longest: int, multiple: int, limit: int | None) -> int:
+    """`longest` rounded up to a multiple (compiled code then meets few lengths), within limit."""
+    rounded = -(-longest // multiple) * multiple
+    return rounded if limit is None else min(rounded, limit)
+
+
+def pad(
+    captions: Sequence[Sequence[int]],
+    multiple: int = 8,
+    to: int | None = None,
+    limit: int | None = None,
+) -> tuple[I64, I64]:
+    """Captions of unequal length as one array.
+
+    Args:
+        captions: B lists of ids.
+        multiple: L is the longest caption rounded up to a multiple of this,
+        to: or exactly this, for towers that were trained on padded text (SigLIP).
+        limit: L is never more than this: the tower's context length.
+
+    Returns:
+        tokens [B, L], filled with 0 behind each caption, and lengths [B]. Only the lengths say
+        what is padding: 0 is also CLIP's token for "!".
+
+    Raises:
+        ValueError: a caption is longer than L; truncate first.
+    """
+    lengths = np.array([len(ids) for ids in captions], np.int64)
+    longest = int(lengths.max(initial=0))
+    width = to if to is not None else padded_length(longest, multiple, limit)
+    if longest > width:
+        raise ValueError(f"a caption of {longest} ids does not fit into {width}: truncate first")
+    tokens = np.zeros((len(captions), width), np.int64)
+    for row, ids in zip(tokens, captions, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
+class ClipTokenizer:
+    """CLIP's byte-pair tokenizer (Radford et al. 2021, section 2.4; Sennrich et al. 2016).
+
+    Gives the ids of open_clip's `SimpleTokenizer`, several times faster: words seen before come
+    from a cache, and the clean-up of text runs only where it can change something.
+    """
+
+    START, END = 49406, 49407
+
+    def __init__(self, context_length: int = 77) -> None:
+        self.context_length = context_length
+        self.vocab_size = 49408
+        packed = files("pennyclip.data").joinpath("bpe", "clip_merges.txt.gz").read_bytes()
+        listing = gzip.decompress(packed)
+        self.fingerprint = blake2b(b"clip, lower case\n" + listing, digest_size=16).hexdigest()
+
+        # The vocabulary: 256 bytes, the same at a word's end, then the merges in order of rank.
+        # A merged pair's id thus stands for its rank, and the least id is the merge to do first.
+        self._letters = _byte_letters()
+        self._ids = {letter: number for number, letter in enumerate(self._letters.values())}
+        self._ids |= {letter + "</w>": number + 256 for letter, number in self._ids.items()}
+        self._merges: dict[tuple[int, int], int] = {}
+        for line in listing.decode("utf-8").splitlines():
+            left, right = line.split(" ")
+            number = len(self._ids)
+            self._merges[self._ids[left], self._ids[right]] = number
+            self._ids[left + right] = number
+        self._special = {"<start_of_text>": [self.START], "<end_of_text>": [self.END]}
+        self._cache = dict(self._special)
+
+    def encode(self, text: str) -> list[int]:
+        """[START, ..., END]: ids of the whole caption."""
+        ids = [self.START]
+        cache = self._cache
+        for chunk in _clean(text).split():  # no word of WORDS holds white space
+            known = cache.get(chunk)
+            ids += self._encode_chunk(chunk) if known is None else known
+        ids.append(self.END)
+        return ids
+
+    def _encode_chunk(self, chunk: str) -> list[int]:
+        if len(self._cache) >= CACHE_SIZE:
+            self._cache = dict(self._special)
+        ids: list[int] = []
+        for word in WORDS.findall(chunk):
+            known = self._cache.get(word)
+            if known is None:
+                known = self._cache[word] = self._merge(word)
+            ids += known
+        self._cache[chunk] = ids
+        return ids
+
+    def _merge(self, word: str) -> list[int]:
+        letters = word.encode("utf-8").decode("latin-1").translate(self._letters)
+        whole = self._ids.get(letters + "</w>")
+        if whole is not None:  # the merges lead to every word of the vocabulary; a test shows it
+            return [whole]
+        ids = [self._ids[letter] for letter in letters]
+        ids[-1] += 256
+        none = self.vocab_size
+        while len(ids) > 1:
+            found = [self._merges.get(pair, none) for pair in pairwise(ids)]
+            first = min(found)
+            if first == none:
+                break
+            merged, position = [], 0
+            while position < len(ids):  # every occurrence, from the left, without overlap
+                hit = position < len(found) and found[position] == first
+                merged.append(first if hit else ids[position])
+                position += 2 if hit else 1
+            ids = merged
+        return ids
+
+
+def _clean(text: str) -> str:
+    """Repaired, unescaped and in lower case, like CLIP's; white space is left for `split`."""
+    if not (PLAIN.fullmatch(text) or (LATIN.fullmatch(text) and not is_bad(text))):
+        text = ftfy.fix_text(text)
+        if "&" in text:
+            text = html.unescape(html.unescape(text))
+    return text.lower()
+
+
+def _byte_letters() -> dict[int, str]:
+    """The printable letter that stands for each byte in the merges, in the vocabulary's order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    return letters | {byte: chr(256 + number) for number, byte in enumerate(others)}
+
+
+class JsonTokenizer:
+    """A transformers tokenizer, read from the `tokenizer.json` in its folder (extra `hf`).
+
+    The file's own truncation and padding are switched off.
+
+    Raises:
+        RequestError: the `tokenizers` package, the file, or an end token is missing.
+    """
+
+    def __init__(self, folder: str | Path, context_length: int) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError as error:
+            raise RequestError(
+                "a transformers text tower needs the package `tokenizers`, which is not "
+                "installed. Install it with: pip install 'pennyclip[hf]'"
+            ) from error
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            raise RequestError(
+                f"expected a transformers tokenizer at {file}, and there is no such file. Give "
+                "the folder of a model saved with a fast tokenizer (it holds tokenizer.json)."
+            )
+        source = file.read_text(encoding="utf-8")
+        try:
+            self._backend = Backend.from_str(source)
+        except Exception as error:  # the library raises plain Exception
+            raise RequestError(
+                f"{file} is not a tokenizer that `tokenizers` reads: {error}. Save it again with "
+                "`save_pretrained`, or update the package."
+            ) from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.context_length = context_length
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        rules = json.loads(source) | {"truncation": None, "padding": None}
+        canonical = json.dumps(rules, sort_keys=True).encode()
+        self.fingerprint = blake2b(canonical, digest_size=16).hexdigest()
+
+        probe = self._backend.encode("a")
+        if not probe.ids or not probe.special_tokens_mask[-1]:
+            raise RequestError(
+                f"{file} adds no end token behind a caption (such as [SEP] or </s>), and a "
+                "caption that is cut to length must keep one. Take an encoder's tokenizer, or "
+                "add a post_processor with an end token to the file."
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the whole caption, with what the post-processor adds."""
+        return self._backend.encode(text).ids

@@ -1,0 +1,110 @@
+"""A trained model in use: pictures and texts in, embeddings out."""
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from pennyclip.checkpoint import Checkpoint, choose, load_model
+from pennyclip.config import ClipText, Model
+from pennyclip.data.loader import fit_square
+from pennyclip.data.text import ClipTokenizer, JsonTokenizer, Tokenizer, pad, truncate
+from pennyclip.model.clip import CLIP
+
+CHUNK = 128  # inputs encoded at a time. chosen: fits every device that can train
+
+
+def make_tokenizer(config: Model, folder: Path | None) -> Tokenizer:
+    """The tokenizer that belongs to a model's text tower."""
+    if isinstance(config.text, ClipText):
+        return ClipTokenizer(config.text.context_length)
+    assert folder is not None, "a transformers tower has a folder"
+    return JsonTokenizer(folder, config.text.context_length)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A model with its tokenizer and preprocessing. Embeddings have unit norm and are float32."""
+
+    model: CLIP
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.logit_scale.device
+
+    @torch.no_grad()
+    def encode_image(
+        self, images: Sequence[Image.Image] | UInt8[Tensor, "N 3 H W"]
+    ) -> Float[Tensor, "N D"]:
+        """Embed pictures.
+
+        Args:
+            images: PIL images of any size and mode, cut to their centred square; or a uint8
+                tensor that already has the model's size.
+
+        Raises:
+            ValueError: the tensor is not uint8 [N, 3, size, size].
+        """
+        size = self.model.visual.image_size
+        parts = [torch.empty(0, self.model.config.embed_dim)]
+        for start in range(0, len(images), CHUNK):
+            some = images[start : start + CHUNK]
+            if isinstance(some, Tensor):
+                if some.dtype != torch.uint8 or some.shape[1:] != (3, size, size):
+                    raise ValueError(
+                        f"expected uint8 [N, 3, {size}, {size}], found {some.dtype} "
+                        f"{list(some.shape)}; pass PIL images to have them resized"
+                    )
+                batch = some
+            else:
+                batch = torch.stack([fit_square(_pixels(image), size) for image in some])
+            parts.append(F.normalize(self.model.visual(batch.to(self.device)).float(), dim=-1))
+        return torch.cat([part.cpu() for part in parts])
+
+    @torch.no_grad()
+    def encode_text(self, texts: Sequence[str]) -> Float[Tensor, "N D"]:
+        """Embed texts; a longer one than the model's context is cut."""
+        length = self.model.text.context_length
+        parts = [torch.empty(0, self.model.config.embed_dim)]
+        for start in range(0, len(texts), CHUNK):
+            ids = [truncate(self.tokenizer.encode(t), length) for t in texts[start : start + CHUNK]]
+            tokens, lengths = (torch.from_numpy(a).to(self.device) for a in pad(ids, limit=length))
+            parts.append(F.normalize(self.model.text(tokens, lengths).float(), dim=-1))
+        return torch.cat([part.cpu() for part in parts])
+
+
+def load(path: str | os.PathLike[str], checkpoint: str = "best") -> Encoder:
+    """Load a trained model.
+
+    Args:
+        path: a run folder, or a checkpoint folder.
+        checkpoint: of a run: `best`, `last` or a step.
+
+    Raises:
+        RequestError: there is no such checkpoint.
+    """
+    chosen = choose(Path(path), checkpoint)
+    model = load_model(chosen)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return Encoder(model, make_tokenizer(model.config, chosen.path), chosen)
+
+
+def _pixels(image: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
+    """A PIL image's pixels, upright and on white, as prepare makes them."""
+    from pennyclip.data.images import flatten
+
+    return flatten(image)
+
+
+def open_image(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))

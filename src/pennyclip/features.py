@@ -1,0 +1,179 @@
+"""Embeddings of whole row sets, and the frozen trunks' features computed once.
+
+    dataset/embeddings/<fingerprint>/features.npy    float16, one line a row or caption
+
+The fingerprint covers the trunk's weights and everything that decides its input, so that a cache
+is found again by any run with the same frozen trunk, and by no other.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from pennyclip.atomic import replacing
+from pennyclip.data.index import Dataset
+from pennyclip.data.loader import load_images
+from pennyclip.data.order import I64
+from pennyclip.data.tokens import TokenStore
+from pennyclip.model.clip import CLIP
+from pennyclip.model.freezing import trunk
+
+Store = npt.NDArray[np.float16]
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Stored trunk features of a dataset; None where a trunk is learning."""
+
+    image: Store | None = None
+    text: Store | None = None
+
+
+def fingerprint(module: nn.Module, *inputs: object) -> str:
+    """Identifies what a frozen module computes from given inputs."""
+    digest = hashlib.blake2b(repr(inputs).encode(), digest_size=12)
+    for name, value in module.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+                      if value.ndim else value.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def image_features(
+    model: CLIP, dataset: Dataset, size: int, chunk: int, progress: Progress
+) -> Store:
+    """[rows, V] the frozen image trunk's features of every row, from the cache if they are there."""
+    tower = model.visual
+    inputs = (dataset.fingerprint, model.config.image.name, size, tower.mean.tolist(),
+              tower.std.tolist())
+    name = fingerprint(tower.trunk, *inputs)
+
+    def compute() -> Iterator[Tensor]:
+        for start in range(0, len(dataset), chunk):
+            rows = np.arange(start, min(start + chunk, len(dataset)))
+            images = load_images(dataset, rows, size)
+            yield tower.features(images.to(tower.mean.device))
+            progress("image features", int(rows[-1]) + 1, len(dataset))
+
+    return _stored(dataset, name, len(dataset), compute)
+
+
+def text_features(
+    model: CLIP, dataset: Dataset, tokens: TokenStore, length: int, chunk: int, progress: Progress
+) -> Store:
+    """[captions, W] the frozen text trunk's features of every caption, cached likewise."""
+    tower = model.text
+    total = int(dataset.caption_starts[-1])
+    name = fingerprint(trunk(tower), dataset.fingerprint, tokens.fingerprint, length,
+                       model.config.text)
+    device = model.logit_scale.device
+
+    def compute() -> Iterator[Tensor]:
+        for start in range(0, total, chunk):
+            numbers = np.arange(start, min(start + chunk, total))
+            ids, lengths = tokens.batch(numbers, length)
+            yield tower.features(
+                torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
+            )
+            progress("text features", int(numbers[-1]) + 1, total)
+
+    return _stored(dataset, name, total, compute)
+
+
+@torch.no_grad()
+def _stored(
+    dataset: Dataset, name: str, count: int, compute: Callable[[], Iterator[Tensor]]
+) -> Store:
+    final = dataset.path / "embeddings" / name / "features.npy"
+    if not final.is_file():
+        with replacing(final) as partial:
+            out: Store | None = None
+            done = 0
+            for part in compute():
+                values = part.float().cpu().numpy()
+                if out is None:
+                    shape = (count, values.shape[1])
+                    out = np.lib.format.open_memmap(partial, "w+", np.float16, shape)
+                out[done : done + len(values)] = values
+                done += len(values)
+            assert out is not None, "a dataset has at least one row"
+            out.flush()
+    return np.load(final, mmap_mode="r")
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Unit-norm float32 embeddings of some rows and of all their captions."""
+
+    image: Float[Tensor, "R D"]
+    text: Float[Tensor, "C D"]
+    owner: Int64[Tensor, " C"]
+    """Which image (0 <= owner < R) each caption belongs to."""
+    captions: I64
+    """[C] number of each caption in the dataset."""
+
+
+@torch.no_grad()
+def embed_images(
+    model: CLIP, dataset: Dataset, rows: I64, chunk: int, store: Store | None = None
+) -> Float[Tensor, "R D"]:
+    """Image embeddings of some rows, at the tower's evaluation size."""
+    device, parts = model.logit_scale.device, []
+    for start in range(0, len(rows), chunk):
+        some = rows[start : start + chunk]
+        if store is not None:
+            features = torch.from_numpy(store[some].astype(np.float32)).to(device)
+        else:
+            images = load_images(dataset, some, model.visual.image_size)
+            features = model.visual.features(images.to(device))
+        parts.append(F.normalize(model.visual.project(features).float(), dim=-1).cpu())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def embed_captions(
+    model: CLIP, tokens: TokenStore, numbers: I64, chunk: int, store: Store | None = None
+) -> Float[Tensor, "C D"]:
+    """Text embeddings of some captions, by their numbers in the dataset."""
+    device, parts = model.logit_scale.device, []
+    for start in range(0, len(numbers), chunk):
+        some = numbers[start : start + chunk]
+        if store is not None:
+            features = torch.from_numpy(store[some].astype(np.float32)).to(device)
+        else:
+            ids, lengths = tokens.batch(some, model.text.context_length)
+            features = model.text.features(
+                torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
+            )
+        parts.append(F.normalize(model.text.project(features).float(), dim=-1).cpu())
+    return torch.cat(parts)
+
+
+def embed_rows(
+    model: CLIP,
+    dataset: Dataset,
+    tokens: TokenStore,
+    rows: I64,
+    chunk: int,
+    stores: Stores = Stores(),  # noqa: B008  frozen
+) -> Embedded:
+    """Embed rows with all their captions. The model is expected in evaluation mode."""
+    starts = dataset.caption_starts
+    captions = np.concatenate([np.arange(starts[r], starts[r + 1]) for r in rows.tolist()])
+    owner = np.repeat(np.arange(len(rows)), starts[rows + 1] - starts[rows])
+    return Embedded(
+        image=embed_images(model, dataset, rows, chunk, stores.image),
+        text=embed_captions(model, tokens, captions, chunk, stores.text),
+        owner=torch.from_numpy(owner),
+        captions=captions,
+    )

@@ -1,0 +1,32 @@
+"""What a recipe can name, with a line about each."""
+
+from pennyclip.config import RECIPES, recipe_names
+from pennyclip.errors import RequestError
+
+
+def listing(what: str) -> dict[str, str]:
+    """Names of `recipes`, `towers`, `losses` or `optimizers`, each with a line about it."""
+    if what == "recipes":
+        return {name: _first_comment(name) for name in recipe_names()}
+    if what == "towers":
+        import timm
+
+        return dict.fromkeys(timm.list_models(), "")
+    if what == "losses":
+        from pennyclip.loss import LOSSES
+
+        return {name: _first_line(loss.compute.__doc__) for name, loss in LOSSES.items()}
+    if what == "optimizers":
+        from pennyclip.optim import OPTIMIZERS
+
+        return {name: _first_line(make.__doc__) for name, make in OPTIMIZERS.items()}
+    raise RequestError(f"list '{what}': expected recipes, towers, losses or optimizers")
+
+
+def _first_comment(recipe: str) -> str:
+    text = (RECIPES / f"{recipe}.toml").read_text(encoding="utf-8")
+    return text.split("\n", 1)[0].removeprefix("# ")
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().split("\n", 1)[0]

@@ -1,0 +1,1 @@
+"""The two towers and the space they share."""

@@ -1,0 +1,108 @@
+"""Several runs side by side: one table, their curves over each other, and where they differ."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from pennyclip.errors import RequestError
+from pennyclip.report.curves import LOG_ABOVE, WORDS, figure, series
+from pennyclip.report.markup import Html, note, section, table, tag
+from pennyclip.report.page import write_page
+from pennyclip.report.plots import Series, chart, spread
+from pennyclip.report.run import DIRECTIONS, Run, read_run, recall
+from pennyclip.report.words import duration, flat, number, percent, plain
+
+
+def write_comparison(runs: Sequence[Path], out: Path) -> Path:
+    """Write a page that compares two or more run folders.
+
+    Raises:
+        RequestError: fewer than two runs, or a folder that is no run.
+    """
+    if len(runs) < 2:
+        raise RequestError(f"a comparison needs at least two runs, found {len(runs)}")
+    read = [read_run(path) for path in runs]
+    names = [run.name for run in read]
+    if len(set(names)) < len(names):  # a/run and b/run
+        names = [str(path) for path in runs]
+    title = f"{len(read)} runs side by side"
+    header = tag(
+        "header",
+        tag("p", "pennyclip comparison", class_="eyebrow"),
+        tag("h1", title),
+        tag("p", ", ".join(names), class_="lead"),
+    )
+    sections = (header, _table(names, read), _curves(names, read), _differences(names, read))
+    return write_page(f"{title}: pennyclip", sections, out)
+
+
+def _table(names: list[str], runs: list[Run]) -> Html:
+    rows = []
+    for name, run in zip(names, runs, strict=True):
+        final = run.final
+        scores = [recall(final, direction, k) for direction in DIRECTIONS for k in (1, 10)]
+        rows.append(
+            (
+                name,
+                run.state[1],
+                f"{final['split']}, step {final['step']:,}" if final else "none yet",
+                *("–" if math.isnan(score) else percent(score) for score in scores),
+                f"{run.steps:,}",
+                plain(run.last_train.get("samples", "–")),
+                duration(run.seconds),
+            )
+        )
+    recalls = [f"{WORDS[direction]} R@{k}" for direction in DIRECTIONS for k in (1, 10)]
+    header = ("run", "state", "scored on", *recalls, "steps", "pairs seen", "time")
+    explanation = note(
+        "Recall of each run’s best checkpoint, on held-out data where it was evaluated there. "
+        "Compare only scores of the same split."
+    )
+    return section("results", "Results", explanation, table(header, rows, numbers=7))
+
+
+def _curves(names: list[str], runs: list[Run]) -> Html:
+    figures = []
+    losses = [
+        series(run.kind("train"), "loss", name, i)
+        for i, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+    if any(curve.values for curve in losses):
+        log = spread([value for curve in losses for value in curve.values]) >= LOG_ABOVE
+        figures.append(
+            figure(
+                "Loss",
+                chart(losses, "loss (nats)", log=log),
+                "Lower is better; runs with different batch sizes cannot be compared by it.",
+            )
+        )
+    for direction in DIRECTIONS:
+        recalls = [
+            Series(
+                name,
+                [record["step"] for record in run.choosing],
+                [recall(record, direction, 10) for record in run.choosing],
+                colour,
+            )
+            for colour, (name, run) in enumerate(zip(names, runs, strict=True))
+        ]
+        if any(curve.values for curve in recalls):
+            drawing = chart(recalls, "R@10", percent=True, points=True)
+            caption = (
+                "On the split by which each run chooses its best checkpoint; higher is better."
+            )
+            figures.append(figure(f"Recall@10, {WORDS[direction]}", drawing, caption))
+    body = tag("div", *figures, class_="figures") if figures else note("Nothing to draw yet.")
+    return section("curves", "Curves", body)
+
+
+def _differences(names: list[str], runs: list[Run]) -> Html:
+    settings = [dict(flat(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for one in settings for key in one))
+    rows = [
+        (tag("code", key), *(plain(one.get(key, "unset")) for one in settings))
+        for key in keys
+        if len({plain(one.get(key, "unset")) for one in settings}) > 1
+    ]
+    body = table(("setting", *names), rows) if rows else note("Their configurations are equal.")
+    return section("configuration", "Where they differ", body)

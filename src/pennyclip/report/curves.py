@@ -1,0 +1,199 @@
+"""The curves of one run, each with what it is and what to look for."""
+
+import math
+from collections.abc import Sequence
+
+from pennyclip.report.markup import Html, note, section, tag
+from pennyclip.report.plots import Series, chart, spread
+from pennyclip.report.run import DIRECTIONS, Run, chance, recall
+from pennyclip.report.words import number, percent
+from pennyclip.telemetry.metrics import Record
+
+LOG_ABOVE = 20  # chosen: where the largest value is this many times the smallest, small ones vanish
+WORDS = {"text_to_image": "text → image", "image_to_text": "image → text"}
+
+
+def curves(run: Run) -> Html:
+    """The section of all curves that this run has records for."""
+    train = run.kind("train")
+    figures = [
+        draw(run, train)
+        for draw in (_loss, _recall, _accuracy, _temperature, _rates, _norms, _throughput, _wait)
+        if draw is _recall or train
+    ]
+    drawn = [figure for figure in figures if figure]
+    intro = note(
+        "One step is one update of the weights. Curves with many points show the mean, and the "
+        "range as a band."
+    )
+    if not drawn:
+        intro = note("Nothing to draw: no training or evaluation has been recorded yet.")
+    return section("curves", "Curves", intro, tag("div", *drawn, class_="figures"))
+
+
+def figure(title: str, drawing: Html, *caption: object) -> Html:
+    return tag("figure", tag("h3", title), drawing, tag("figcaption", *caption))
+
+
+def series(records: Sequence[Record], key: str, name: str = "", colour: int = 0) -> Series:
+    """One field of the records that have it."""
+    having = [record for record in records if key in record]
+    values = [number(record[key]) for record in having]
+    return Series(name or key, [record["step"] for record in having], values, colour)
+
+
+def _last(curve: Series, form: str) -> str:
+    return format(curve.values[-1], form) if len(curve.values) else "none"
+
+
+def _loss(run: Run, train: list[Record]) -> Html | None:
+    curve = series(train, "loss", "loss")
+    if not curve.values:
+        return None
+    broken = sum(not math.isfinite(value) for value in curve.values)
+    candidates = number(run.last_train.get("candidates"))
+    level = None
+    guess = ""
+    if candidates > 1:
+        level = (math.log(candidates), f"chance, ln {candidates:.0f} = {math.log(candidates):.2f}")
+        guess = (
+            f" Guessing among the batch's {candidates:.0f} candidates costs "
+            f"ln {candidates:.0f} = {math.log(candidates):.2f}."
+        )
+    caption = (
+        "How surprised the model is by the true partner of each image and caption; lower is "
+        f"better.{guess} Last: {_last(curve, '.3f')}."
+    )
+    warning = None
+    if broken:
+        verb = "records had" if broken > 1 else "record had"
+        warning = tag("strong", f" {broken} {verb} a loss that is not a finite number.")
+    return figure("Loss", chart([curve], "loss (nats)", level=level), caption, warning)
+
+
+def _recall(run: Run, _: list[Record]) -> Html | None:
+    records = run.choosing
+    if not records:
+        return None
+    drawn = [
+        Series(
+            f"{WORDS[direction]} R@{k}",
+            [record["step"] for record in records],
+            [recall(record, direction, k) for record in records],
+            colour,
+            "solid" if k == 10 else "dashed",
+        )
+        for k in (10, 1)
+        for colour, direction in enumerate(DIRECTIONS)
+    ]
+    best = run.best_step
+    mark = (best, f"best, step {best:,}") if best is not None else None
+    guess = chance(run, records[-1], 10)
+    return figure(
+        f"Recall on the split “{run.choosing_split}”",
+        chart(drawn, "recall", percent=True, mark=mark, points=len(records) <= 40),
+        "R@10: share of captions whose own picture is among the ten best-scored ones "
+        "(text → image), and the other way round; higher is better.",
+        f" Chance for R@10: {percent(guess)}." if math.isfinite(guess) else None,
+    )
+
+
+def _accuracy(run: Run, train: list[Record]) -> Html | None:
+    curve = series(train, "accuracy", "accuracy")
+    if not curve.values:
+        return None
+    candidates = number(run.last_train.get("candidates"))
+    level = (1 / candidates, f"chance, 1 of {candidates:.0f}") if candidates > 1 else None
+    return figure(
+        "Accuracy within the batch",
+        chart([curve], "share found first", percent=True, level=level),
+        "Share of training pairs whose true partner scores highest in their batch. Close to "
+        "100 % early on: the batch is too easy, or its captions repeat. "
+        f"Last: {percent(curve.values[-1])}.",
+    )
+
+
+def _temperature(run: Run, train: list[Record]) -> Html | None:
+    logs = series(train, "logit_scale", "logit scale")
+    if not logs.values:
+        return None
+    curve = Series("logit scale", logs.steps, [math.exp(min(v, 50)) for v in logs.values])
+    level = (100.0, "limit, 100") if max(curve.values) > 50 else None
+    return figure(
+        "Temperature",
+        chart([curve], "logit scale = 1 / temperature", level=level),
+        "Similarities are multiplied by this before they are compared: how sharply the model "
+        "tells pairs apart. It is learned, starts near 14 (temperature 0.07) and may not pass "
+        f"100. Last: {_last(curve, '.1f')}, temperature {1 / curve.values[-1]:.4f}.",
+    )
+
+
+def _rates(run: Run, train: list[Record]) -> Html | None:
+    records = [record for record in train if isinstance(record.get("lr"), dict)]
+    parts = list(dict.fromkeys(part for record in records for part in record["lr"]))
+    drawn = []
+    for part in parts:
+        having = [record for record in records if part in record["lr"]]
+        values = [number(record["lr"][part]) for record in having]
+        if any(values):
+            steps = [record["step"] for record in having]
+            drawn.append(Series(part, steps, values, len(drawn)))
+    if not drawn:
+        return None
+    frozen = [part for part in parts if part not in [curve.name for curve in drawn]]
+    still = f" Frozen (rate 0): {', '.join(frozen)}." if frozen else ""
+    peaks = [max(curve.values) for curve in drawn]
+    names = (
+        drawn if len(drawn) > 1 else [Series(f"{drawn[0].name}", drawn[0].steps, drawn[0].values)]
+    )
+    return figure(
+        "Learning rate by part",
+        chart(names, "learning rate", log=spread(peaks) >= LOG_ABOVE),
+        "How far one update may move the weights of each part. It warms up, then falls to the "
+        "end of the run. Peak: "
+        + ", ".join(f"{c.name} {peak:.1e}" for c, peak in zip(drawn, peaks, strict=True))
+        + f".{still}",
+    )
+
+
+def _norms(run: Run, train: list[Record]) -> Html | None:
+    curve = series(train, "grad_norm", "norm")
+    if not curve.values:
+        return None
+    limit = number(run.config.get("optim", {}).get("clip_norm"))
+    level = (limit, f"clipped above {limit:g}") if math.isfinite(limit) else None
+    clipped = [number(record["clipped"]) for record in train if "clipped" in record]
+    share = (
+        f" {percent(sum(clipped) / len(clipped))} of the updates were clipped." if clipped else ""
+    )
+    return figure(
+        "Gradient norm",
+        chart([curve], "norm before clipping", level=level, log=spread(curve.values) >= LOG_ABOVE),
+        "Length of the gradient over all parameters; beyond the line it is shortened to it. A "
+        f"curve that keeps climbing announces trouble.{share}",
+    )
+
+
+def _throughput(run: Run, train: list[Record]) -> Html | None:
+    curve = series(train, "samples_per_second", "samples a second")
+    if not curve.values:
+        return None
+    middle = sorted(curve.values)[len(curve.values) // 2]
+    return figure(
+        "Throughput",
+        chart([curve], "samples / s"),
+        f"Image-text pairs trained on a second. Median: {middle:,.0f}.",
+    )
+
+
+def _wait(run: Run, train: list[Record]) -> Html | None:
+    curve = series(train, "input_wait", "waiting")
+    if not curve.values:
+        return None
+    mean = sum(curve.values) / len(curve.values)
+    return figure(
+        "Waiting for input",
+        chart([curve], "share of the time", percent=True),
+        "Share of the time in which training stood still because no batch was read and decoded "
+        f"yet. Mean: {percent(mean)}. Much of it: more workers, or smaller stored images.",
+    )

@@ -1,0 +1,138 @@
+"""Curves as SVG markup that stands inside a page."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from pennyclip.report.markup import Html
+
+COLOURS = ("#0b6e8f", "#d1603d", "#4c8c4a", "#8a5a9e", "#b8901f", "#5f6b76")
+"""Chosen: apart for the colour-blind, and in grey print by their order."""
+BINS = 300  # chosen: about two pixels a bin on the page
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's own font
+    "svg.hashsalt": "pennyclip",  # the same run, the same bytes
+    "font.family": "DejaVu Sans",  # comes with matplotlib; measures the text
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": "#9aa5ae",
+    "axes.labelcolor": "#55616b",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6eaed",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#55616b",
+    "ytick.color": "#55616b",
+    "ytick.major.size": 0,
+    "xtick.major.size": 3,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: values over update steps. Values that are not finite are left out."""
+
+    name: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    colour: int = 0
+    """Position in COLOURS."""
+    line: Literal["solid", "dashed", "dotted"] = "solid"
+
+
+def chart(
+    series: Sequence[Series],
+    unit: str,
+    *,
+    percent: bool = False,
+    log: bool = False,
+    level: tuple[float, str] | None = None,
+    mark: tuple[int, str] | None = None,
+    points: bool = False,
+) -> Html:
+    """Draw curves over one axis of steps.
+
+    Args:
+        unit: what the vertical axis shows.
+        percent: values are shares of 1 and are labelled in per cent.
+        log: the vertical axis is logarithmic; values of zero and below are left out.
+        level: a horizontal line (chance, a limit) with its name.
+        mark: a step to point out with its name.
+        points: each value is a dot, for few and far between measurements.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+        axis = figure.subplots()
+        for curve in series:
+            _draw(axis, curve, log, points)
+        if level:
+            axis.axhline(level[0], color="#7c8790", linewidth=1.1, dashes=(5, 3), label=level[1])
+        if mark:
+            axis.axvline(mark[0], color="#7c8790", linewidth=1.1, dashes=(1, 2), label=mark[1])
+        if log:
+            axis.set_yscale("log")
+        else:
+            low, high = axis.get_ylim()
+            axis.set_ylim(bottom=0 if low > 0 or percent else low, top=high)
+        if percent:
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axis.set_xlabel("step")
+        axis.set_ylabel(unit)
+        if len(series) > 1 or level or mark:
+            figure.legend(loc="outside upper left", ncols=3, handlelength=1.6, columnspacing=1.4)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return _inline(buffer.getvalue())
+
+
+def _draw(axis: Any, curve: Series, log: bool, points: bool) -> None:
+    steps, values = np.asarray(curve.steps, float), np.asarray(curve.values, float)
+    kept = np.isfinite(values) & ((values > 0) | (not log))
+    steps, values = steps[kept], values[kept]
+    colour = COLOURS[curve.colour % len(COLOURS)]
+    if len(values) > 2 * BINS:
+        pieces = np.array_split(np.arange(len(values)), BINS)
+        low, high = ([pick(values[p]) for p in pieces] for pick in (np.min, np.max))
+        steps, values = (np.array([array[p].mean() for p in pieces]) for array in (steps, values))
+        axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    dot = "o" if points or len(values) == 1 else None
+    axis.plot(
+        steps,
+        values,
+        color=colour,
+        linestyle=curve.line,
+        marker=dot,
+        markersize=3.5,
+        label=curve.name,
+    )
+
+
+def _inline(svg: str) -> Html:
+    """Only the element: a page needs no prolog, no metadata, and each id at most once."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[^"]*_[^"]*"', "", svg)  # matplotlib's counters; references have none
+    svg = re.sub(r' width="[^"]*pt"', "", re.sub(r' height="[^"]*pt"', "", svg, count=1), count=1)
+    return Html(svg)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Largest over smallest of the positive, finite values; 1 where there are none."""
+    good = [value for value in values if math.isfinite(value) and value > 0]
+    return max(good) / min(good) if good else 1.0

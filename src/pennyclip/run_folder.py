@@ -1,0 +1,78 @@
+"""The folder of a run: whether a request may start in it, go on in it, or is already done."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pennyclip.atomic import remove, write_text
+from pennyclip.checkpoint import Checkpoint, checkpoints
+from pennyclip.config import Config, read_toml, to_toml, to_tree
+from pennyclip.errors import RequestError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder that holds this run's configuration."""
+
+    path: Path
+    last: Checkpoint | None
+    """What there is to go on from."""
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def done(self, steps: int) -> bool:
+        """Whether the run has made all its updates."""
+        return self.last is not None and self.last.step >= steps
+
+
+def open_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
+    """Make a run's folder, or find it again.
+
+    Args:
+        config: the resolved request, with an absolute data path.
+        out: the folder.
+        proceed: go on where an unfinished run stopped.
+        steps: updates in the whole run.
+
+    Raises:
+        RequestError: the folder holds a run of another request, an unfinished one without
+            `proceed`, or something else.
+    """
+    written = out / "config.toml"
+    if not written.is_file():
+        if out.exists() and any(out.iterdir()):
+            raise RequestError(f"{out} exists and is not a run of pennyclip. Choose another --out.")
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(written, to_toml(config))
+        return RunFolder(out, None)
+    before = read_toml(written)
+    if before != config:
+        changed = ", ".join(_differences(to_tree(before), to_tree(config)))
+        raise RequestError(
+            f"{out} holds a run of another request; different: {changed}. Choose another --out, "
+            f"or go on with the run as it is: pennyclip train --resume {out}"
+        )
+    for partial in (out / "checkpoints").glob(".*.tmp"):
+        remove(partial)  # what a killed save left
+    found = checkpoints(out)
+    run = RunFolder(out, found[-1] if found else None)
+    if not proceed and not run.done(steps):
+        raise RequestError(
+            f"{out} holds this very run, unfinished at update {found[-1].step if found else 0} of "
+            f"{steps}. Go on with: pennyclip train --resume {out}"
+        )
+    return run
+
+
+def _differences(old: object, new: object, where: str = "") -> list[str]:
+    """Keys in which two configurations differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        return [
+            line
+            for key in keys
+            if old.get(key) != new.get(key)
+            for line in _differences(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
+        ]
+    return [f"{where} (there {old!r}, asked {new!r})"]

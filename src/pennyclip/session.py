@@ -1,0 +1,129 @@
+"""What a run works with: its rows, and for each stage the optimizer, the batches, the caches."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pennyclip.config import Config, Stage
+from pennyclip.data.index import Dataset
+from pennyclip.data.loader import Loader
+from pennyclip.data.order import I64
+from pennyclip.data.tokens import TokenStore
+from pennyclip.encoder import make_tokenizer
+from pennyclip.errors import RequestError
+from pennyclip.features import Progress, Stores, image_features, text_features
+from pennyclip.model.clip import CLIP
+from pennyclip.model.freezing import evaluating, freeze
+from pennyclip.optim import OPTIMIZERS
+from pennyclip.optim.groups import parameter_groups
+from pennyclip.optim.state import State, write_state
+from pennyclip.stages import Plan
+from pennyclip.weights.build import text_folder
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The dataset as a run uses it."""
+
+    dataset: Dataset
+    train: I64
+    evaluation: I64 | None
+    """The rows that choose the best checkpoint; None where the dataset has no such split."""
+    tokens: TokenStore
+    text_folder: Path | None
+
+
+def open_rows(config: Config) -> Rows:
+    """Open the dataset and the token ids of its captions.
+
+    Raises:
+        RequestError: no dataset was given, it is unfinished, or it lacks the subset.
+    """
+    if not config.data:
+        raise RequestError("no dataset was given: add --data DATASET")
+    dataset = Dataset(config.data)
+    split = config.evaluate.split
+    folder = text_folder(config.model)
+    return Rows(
+        dataset=dataset,
+        train=dataset.subset(config.subset),
+        evaluation=dataset.subset(split) if split in dataset.subsets() else None,
+        tokens=TokenStore.open(dataset, make_tokenizer(config.model, folder)),
+        text_folder=folder,
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one stage works with."""
+
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    stores: Stores
+
+
+def enter_stage(
+    model: CLIP, config: Config, stage: Stage, rows: Rows, state: State, progress: Progress
+) -> Setup:
+    """Freeze what this stage freezes, regroup what learns, and set up its batches.
+
+    A wholly frozen trunk is run once over the dataset; its stored features replace its input.
+
+    Args:
+        state: optimizer state by parameter name; parameters that go on learning keep theirs.
+
+    Raises:
+        RequestError: the stage asks for what cannot be.
+    """
+    if config.optim.name not in OPTIMIZERS:
+        raise RequestError(f"optim.name '{config.optim.name}': known are {', '.join(OPTIMIZERS)}")
+    freeze(model, stage.image_layers, stage.text_layers)
+    trunks = {
+        "image": [[f"visual.{n}" for n in names] for names in model.visual.layers()],
+        "text": [[f"text.{n}" for n in names] for names in model.text.layers()],
+    }
+    groups = parameter_groups(model.named_parameters(), trunks, config.optim)
+    optimizer = OPTIMIZERS[config.optim.name](groups, config.optim)
+    write_state(optimizer, model, state)
+
+    image_size, length = model.visual.image_size, model.text.context_length
+    chunk = config.evaluate.chunk
+    image_store = text_store = None
+    with evaluating(model):
+        if stage.image_layers == "none":
+            if config.augment.crop_scale != (1.0, 1.0):
+                raise RequestError(
+                    "the image trunk is frozen, so its features are computed once, and "
+                    "augment.crop_scale would have no effect. Set it to [1, 1], or let image "
+                    "layers learn."
+                )
+            image_store = image_features(model, rows.dataset, image_size, chunk, progress)
+        if stage.text_layers == "none":
+            text_store = text_features(model, rows.dataset, rows.tokens, length, chunk, progress)
+    loader = Loader(
+        dataset=rows.dataset,
+        rows=rows.train,
+        tokens=rows.tokens,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        image_size=image_size,
+        text_length=min(stage.text_length or length, length),
+        crop_scale=config.augment.crop_scale,
+        workers=config.workers,
+        image_features=image_store,
+        text_features=text_store,
+    )
+    return Setup(optimizer, loader, Stores(image_store, text_store))
+
+
+def table(optimizer: torch.optim.Optimizer, plan: Plan) -> list[str]:
+    """What learns, and with what: one line a group, for the start of a run."""
+    lines = [f"{plan.steps} updates, {plan.warmup} of them warm-up; what learns:"]
+    for group in optimizer.param_groups:
+        count = sum(p.numel() for p in group["params"])
+        lines.append(
+            f"  {group['name']:<20} {count:>12,} parameters  peak rate {group['base_lr']:.2e}"
+            f"  weight decay {group['weight_decay']:g}"
+        )
+    return lines

@@ -1,0 +1,95 @@
+"""What a person sees while a run goes on: one progress bar on a terminal, plain lines elsewhere.
+
+All on standard error; standard output belongs to results.
+"""
+
+import math
+import sys
+import time
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from pennyclip.telemetry.metrics import Record
+
+
+class Console:
+    """Shows a run's progress.
+
+    Args:
+        total_steps: updates in the whole run.
+        start_step: updates that were done before this start (a resume).
+        quiet: show nothing.
+    """
+
+    def __init__(self, total_steps: int, start_step: int = 0, quiet: bool = False) -> None:
+        self._total, self._start, self._quiet = total_steps, start_step, quiet
+        self._began = time.monotonic()
+        self._bar: Progress | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+                console=Terminal(stderr=True),
+                expand=True,
+                refresh_per_second=2,  # chosen: the numbers change less often than that
+            )
+            self._task = self._bar.add_task("", total=total_steps, completed=start_step)
+            self._bar.start()
+
+    def update(self, step: int, record: Record) -> None:
+        """Show a `train` record, made when `step` updates of the run were done."""
+        if self._quiet:
+            return
+        numbers = ", ".join([f"ETA {self._remaining(step)}", *describe(record)])
+        if self._bar:
+            self._bar.update(self._task, completed=step, description=numbers)
+        else:
+            share = step / self._total
+            self._print(f"step {step}/{self._total} ({share:.0%}), {numbers}")
+
+    def say(self, message: str) -> None:
+        """Show a message on a line of its own."""
+        if self._bar:
+            self._bar.console.print(message, markup=False, highlight=False)
+        elif not self._quiet:
+            self._print(message)
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Safe to call twice."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _remaining(self, step: int) -> str:
+        """Hours, minutes and seconds to the end, at this start's mean rate."""
+        if step <= self._start:
+            return "?"
+        elapsed = time.monotonic() - self._began
+        seconds = round((self._total - step) * elapsed / (step - self._start))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+    @staticmethod
+    def _print(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def describe(record: Record) -> list[str]:
+    """The numbers of a `train` record in words; those that it lacks are left out."""
+    parts = []
+    if "samples_per_second" in record:
+        parts.append(f"{float(record['samples_per_second']):,.0f} samples/s")
+    if "loss" in record:
+        parts.append(f"loss {float(record['loss']):.3f}")
+    if "logit_scale" in record:
+        parts.append(f"temperature {math.exp(-float(record['logit_scale'])):.4f}")
+    if rates := record.get("lr"):
+        shown = {part: f"{float(rate):.1e}" for part, rate in rates.items()}
+        if len(set(shown.values())) == 1:
+            parts.append(f"lr {next(iter(shown.values()))}")
+        else:
+            parts.append("lr " + " ".join(f"{part} {rate}" for part, rate in shown.items()))
+    if "input_wait" in record:
+        parts.append(f"input wait {float(record['input_wait']):.0%}")
+    return parts

@@ -1,0 +1,129 @@
+"""metrics.jsonl: what a run writes about itself, one JSON object a line. The source of truth.
+
+Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By kind, further:
+
+    start       at each start or resume: request, machine, versions, parameters, perhaps weights
+    train       samples, epoch, loss, logit_scale (the log, as the model owns it), lr by part,
+                grad_norm (before clipping), clipped (share of updates), accuracy (in the batch),
+                candidates (pairs a row is told apart from, itself included), samples_per_second,
+                input_wait (share of the time), seconds
+    eval        split, metrics by name; `checkpoint` where it was made after the run
+    checkpoint  path, seconds
+    event       name, message, evidence
+    end         reason: "finished", "signal SIGTERM", ...
+"""
+
+import json
+import math
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pennyclip.errors import RunError
+
+Record = dict[str, Any]
+
+
+class Metrics:
+    """Appends records to a metrics.jsonl. A record is on its way to the disk when `log` returns.
+
+    Args:
+        path: the file; made where it does not exist.
+        resume_step: updates done in the checkpoint that the run goes on from. Records of later
+            steps are dropped, because the run makes them again. None keeps all.
+
+    What a killed process left half written at the end is dropped in either case.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        if self.path.exists():
+            records = read_metrics(self.path)
+            if resume_step is not None:
+                records = [record for record in records if record["step"] <= resume_step]
+            content = b"".join(map(_line, records))
+            if content != self.path.read_bytes():
+                _replace(self.path, content)
+        self._file = self.path.open("ab")
+
+    def log(self, kind: str, step: int, **fields: Any) -> None:
+        """Append one record. Numbers that are not finite become "nan", "inf" or "-inf".
+
+        Raises:
+            RunError: the line could not be written.
+        """
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            self._file.write(_line({"kind": kind, "step": step, "time": now} | fields))
+            self._file.flush()
+        except OSError as error:
+            raise RunError(
+                f"{self.path}: the '{kind}' record of step {step} could not be written: {error}. "
+                "Make room there, then go on with: pennyclip train --resume RUN"
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
+    """All records of a metrics.jsonl, in the order in which they were written.
+
+    An unreadable last line is what a killed process leaves, and is passed over. One elsewhere
+    (a disk's fault) stands as an event that names it: one bad line costs that line.
+    """
+    lines = Path(path).read_bytes().rstrip(b"\n").split(b"\n")
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not (isinstance(record["kind"], str) and isinstance(record["step"], int)):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines):
+                records.append(
+                    {
+                        "kind": "event",
+                        "step": records[-1]["step"] if records else 0,
+                        "name": "unreadable record",
+                        "message": f"line {number} of {Path(path).name} could not be read",
+                    }
+                )
+            continue
+        records.append(record)
+    return records
+
+
+def _line(record: Record) -> bytes:
+    # ASCII only: a file name that is not valid Unicode cannot make the write fail.
+    return json.dumps(_plain(record), allow_nan=False).encode("ascii") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Strict JSON: JSON knows no number that is not finite, and no array scalar."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        return _plain(value.item())
+    return value
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself
+    finally:
+        os.close(folder)

@@ -1,0 +1,177 @@
+"""The training run: one loop over updates, read from top to bottom."""
+
+import platform
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pennyclip.checkpoint import Checkpoint, best, checkpoints, load_model, load_trainer
+from pennyclip.config import Config, read_toml, to_tree
+from pennyclip.data.order import mix
+from pennyclip.errors import RequestError
+from pennyclip.evaluate.retrieval import retrieval
+from pennyclip.features import Stores, embed_rows
+from pennyclip.interrupt import Interrupt, listening
+from pennyclip.loss import LOSSES
+from pennyclip.model.clip import CLIP
+from pennyclip.model.freezing import evaluating
+from pennyclip.optim.state import State, read_state
+from pennyclip.run_folder import RunFolder, open_run
+from pennyclip.saver import Saver
+from pennyclip.session import Rows, enter_stage, open_rows, table
+from pennyclip.stages import Plan, make_plan
+from pennyclip.telemetry.console import Console
+from pennyclip.telemetry.meter import Meter
+from pennyclip.telemetry.metrics import Metrics
+from pennyclip.update import update
+from pennyclip.weights.build import build
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run: Path
+    steps: int
+    """Updates made."""
+    finished: bool
+    best: Checkpoint | None
+    """The checkpoint with the highest mean recall on the development split."""
+    exit_code: int = 0
+
+
+def resume(run: Path, quiet: bool = False) -> Outcome:
+    """Go on with an unfinished run, at the sample at which its last checkpoint stands."""
+    if not (run / "config.toml").is_file():
+        raise RequestError(f"{run.absolute()} is not a run folder: it has no config.toml")
+    return train(read_toml(run / "config.toml"), run, proceed=True, quiet=quiet)
+
+
+def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = False) -> Outcome:
+    """Train a CLIP as `config` says, and write everything about it into `out`.
+
+    Args:
+        config: what to do; `config.data` names the prepared dataset.
+        out: the run's folder.
+        proceed: go on if `out` holds the same run, unfinished.
+        quiet: nothing on the terminal.
+
+    Raises:
+        RequestError: the request cannot be carried out as it stands; nothing was trained.
+        RunError: the run broke off; its checkpoints stay, and the message says how to go on.
+    """
+    config = replace(config, data=str(Path(config.data).absolute()) if config.data else "")
+    if config.loss not in LOSSES:
+        raise RequestError(f"loss '{config.loss}': known are {', '.join(LOSSES)}")
+    rows = open_rows(config)
+    plan = make_plan(config, len(rows.train))
+    run = open_run(config, out, proceed, plan.steps)
+    if run.done(plan.steps):
+        return Outcome(out, plan.steps, True, best(checkpoints(out)))
+    with listening() as asked:
+        return _train(config, run, plan, rows, asked, quiet)
+
+
+def _train(
+    config: Config, run: RunFolder, plan: Plan, rows: Rows, asked: Interrupt, quiet: bool
+) -> Outcome:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, state, step, start = _start(config, run)
+    model.to(device)
+    loss = LOSSES[config.loss]
+    metrics, console = Metrics(run.metrics, resume_step=step), Console(plan.steps, step, quiet)
+    metrics.log("start", step, **start, device=str(device))
+    saver = Saver(config, run, rows, metrics, console)
+
+    while step < plan.steps and asked.signal is None:
+        number = plan.stage(step)
+        setup = enter_stage(model, config, plan.stages[number], rows, state, console.progress)
+        console.say("\n".join(table(setup.optimizer, plan)))
+        meter = Meter(config.batch_size)
+        for batch in meter.waiting(setup.loader.batches(step, plan.ends[number])):
+            torch.manual_seed(step_seed(config.seed, step))
+            record = update(
+                model, loss, setup.optimizer, batch.to(device),
+                lr_factor=plan.lr_factor(step),
+                clip_norm=config.optim.clip_norm,
+                precision=config.precision,
+            )
+            step += 1
+            last = step == plan.steps or asked.signal is not None
+            meter.count(record["grad_norm"], config.optim.clip_norm)
+            if step % config.log_every == 0 or last:
+                record = meter.read(record, step, plan.rows)
+                metrics.log("train", step, **record)
+                console.update(step, record)
+            score = None
+            if plan.evaluation_is_due(step) and rows.evaluation is not None:
+                score = evaluate(model, config, rows, setup.stores, step, metrics, console)
+            if saver.is_due(step, score, last):
+                saver.save(step, score, model, setup.optimizer, last)
+            if last:
+                break
+        state = read_state(setup.optimizer, model)
+
+    metrics.log("end", step, reason=f"signal {asked.name}" if asked.signal else "finished")
+    metrics.close()
+    console.close()
+    found = best(checkpoints(run.path))
+    return Outcome(run.path, step, step == plan.steps, found, asked.exit_code)
+
+
+def _start(config: Config, run: RunFolder) -> tuple[CLIP, State, int, dict[str, Any]]:
+    """The model, optimizer state and step to begin with, and what the start record says."""
+    if run.last is None:
+        model, matches = build(config.model, config.seed)
+        state, step = State(), 0
+        weights = {"weights": [match.summary() for match in matches]}
+    else:
+        model, trainer = load_model(run.last), load_trainer(run.last)
+        state, step = trainer["optimizer"], run.last.step
+        weights = {}
+    record = {
+        "request": to_tree(config),
+        "machine": {
+            "host": platform.node(),
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+        "versions": {name: version(name) for name in ("pennyclip", "torch", "timm")},
+        "parameters": {
+            "image": sum(p.numel() for p in model.visual.parameters()),
+            "text": sum(p.numel() for p in model.text.parameters()),
+        },
+        **weights,
+    }
+    return model, state, step, record
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Seeds everything random inside an update, so that any update can be had again."""
+    return int(mix(np.array([seed, step]).astype(np.uint64)).sum() >> np.uint64(1))
+
+
+def evaluate(
+    model: CLIP,
+    config: Config,
+    rows: Rows,
+    stores: Stores,
+    step: int,
+    metrics: Metrics,
+    console: Console,
+) -> float:
+    """Retrieval on the development split: its mean recall, which chooses the best checkpoint."""
+    assert rows.evaluation is not None
+    with evaluating(model):
+        e = embed_rows(
+            model, rows.dataset, rows.tokens, rows.evaluation, config.evaluate.chunk, stores
+        )
+    result = retrieval(e.image, e.text, e.owner)
+    metrics.log("eval", step, split=config.evaluate.split, metrics=result.metrics)
+    score = result.metrics["mean_recall"]
+    console.say(f"step {step}: mean recall on '{config.evaluate.split}' {score:.1%}")
+    return score

