@@ -106,8 +106,9 @@ def save(
     remove(final)
     with replacing(final) as folder:
         folder.mkdir()
-        state = {name: value.detach().cpu().contiguous() for name, value in
-                 model.state_dict().items()}
+        state = {
+            name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()
+        }
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         torch.save(dict(trainer), folder / "trainer.pt")
         if text_folder is not None:

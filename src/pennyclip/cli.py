@@ -22,7 +22,8 @@ Json = Annotated[bool, arg(help="Print one JSON object on standard output, nothi
 
 
 class Command(Protocol):
-    json: Json
+    @property
+    def json(self) -> bool: ...
 
     def run(self) -> "Answer": ...
 
@@ -204,8 +205,12 @@ class Search:
         from pennyclip.search import search
 
         hits = search(
-            self.run_, self.data, self.query,
-            subset=self.subset, top=self.top, checkpoint=self.checkpoint,
+            self.run_,
+            self.data,
+            self.query,
+            subset=self.subset,
+            top=self.top,
+            checkpoint=self.checkpoint,
         )
         lines = [f"{h.score:.3f}  {h.origin}  {h.captions[0][:80]}" for h in hits]
         return Answer("\n".join(lines), {"hits": [dataclasses.asdict(h) for h in hits]})
@@ -285,7 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(argv)
         answer = command.run()
     except (RequestError, RunError) as error:
-        Console(stderr=True).print(f"pennyclip: {error}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"pennyclip: {error}", markup=False, highlight=False, soft_wrap=True
+        )
         if "--json" in argv:
             print(json.dumps({"error": str(error)}))
         return 2 if isinstance(error, RequestError) else 1

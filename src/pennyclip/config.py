@@ -239,14 +239,16 @@ def from_tree(kind: type[T], tree: Any, where: str) -> T:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return from_tree(hint, value, where)  # type: ignore[arg-type]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_tree(hint, value, where)
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, where)
     if origin is Literal:
         if value in args and type(value) in {type(arg) for arg in args}:
             return value
-        raise RequestError(f"{where}: expected one of {', '.join(map(repr, args))}, found {value!r}")
+        raise RequestError(
+            f"{where}: expected one of {', '.join(map(repr, args))}, found {value!r}"
+        )
     if origin is tuple and isinstance(value, list | tuple):
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(inner) != len(value):

@@ -1,12 +1,10 @@
 """A trained model in use: pictures and texts in, embeddings out."""
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from pennyclip.checkpoint import Checkpoint, choose, load_model
 from pennyclip.config import ClipText, Model
+from pennyclip.data.images import from_pil
 from pennyclip.data.loader import fit_square
 from pennyclip.data.text import ClipTokenizer, JsonTokenizer, Tokenizer, pad, truncate
 from pennyclip.model.clip import CLIP
@@ -67,7 +66,7 @@ class Encoder:
                     )
                 batch = some
             else:
-                batch = torch.stack([fit_square(_pixels(image), size) for image in some])
+                batch = torch.stack([fit_square(from_pil(image), size) for image in some])
             parts.append(F.normalize(self.model.visual(batch.to(self.device)).float(), dim=-1))
         return torch.cat([part.cpu() for part in parts])
 
@@ -97,14 +96,3 @@ def load(path: str | os.PathLike[str], checkpoint: str = "best") -> Encoder:
     model = load_model(chosen)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return Encoder(model, make_tokenizer(model.config, chosen.path), chosen)
-
-
-def _pixels(image: Image.Image) -> UInt8[np.ndarray, "H W 3"]:
-    """A PIL image's pixels, upright and on white, as prepare makes them."""
-    from pennyclip.data.images import flatten
-
-    return flatten(image)
-
-
-def open_image(data: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(data))

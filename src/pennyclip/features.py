@@ -9,7 +9,7 @@ is found again by any run with the same frozen trunk, and by no other.
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,10 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
 @dataclass(frozen=True)
 class Stores:
     """Stored trunk features of a dataset; None where a trunk is learning."""
@@ -44,19 +48,17 @@ def fingerprint(module: nn.Module, *inputs: object) -> str:
     digest = hashlib.blake2b(repr(inputs).encode(), digest_size=12)
     for name, value in module.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                      if value.ndim else value.cpu().numpy().tobytes())
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def image_features(
     model: CLIP, dataset: Dataset, size: int, chunk: int, progress: Progress
 ) -> Store:
-    """[rows, V] the frozen image trunk's features of every row, from the cache if they are there."""
+    """[rows, V] the frozen image trunk's features of every row, from the cache or computed."""
     tower = model.visual
-    inputs = (dataset.fingerprint, model.config.image.name, size, tower.mean.tolist(),
-              tower.std.tolist())
-    name = fingerprint(tower.trunk, *inputs)
+    about = model.config.image
+    name = fingerprint(tower.trunk, dataset.fingerprint, about.name, size, about.mean, about.std)
 
     def compute() -> Iterator[Tensor]:
         for start in range(0, len(dataset), chunk):
@@ -68,14 +70,28 @@ def image_features(
     return _stored(dataset, name, len(dataset), compute)
 
 
+def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progress) -> Store:
+    """[rows, D] the image tower's unit-norm embeddings of every row, cached likewise."""
+
+    def compute() -> Iterator[Tensor]:
+        for start in range(0, len(dataset), chunk):
+            rows = np.arange(start, min(start + chunk, len(dataset)))
+            yield embed_images(model, dataset, rows, chunk)
+            progress("image embeddings", int(rows[-1]) + 1, len(dataset))
+
+    name = fingerprint(model.visual, dataset.fingerprint, model.config.image)
+    return _stored(dataset, name, len(dataset), compute)
+
+
 def text_features(
     model: CLIP, dataset: Dataset, tokens: TokenStore, length: int, chunk: int, progress: Progress
 ) -> Store:
     """[captions, W] the frozen text trunk's features of every caption, cached likewise."""
     tower = model.text
     total = int(dataset.caption_starts[-1])
-    name = fingerprint(trunk(tower), dataset.fingerprint, tokens.fingerprint, length,
-                       model.config.text)
+    name = fingerprint(
+        trunk(tower), dataset.fingerprint, tokens.fingerprint, length, model.config.text
+    )
     device = model.logit_scale.device
 
     def compute() -> Iterator[Tensor]:
@@ -97,7 +113,7 @@ def _stored(
     final = dataset.path / "embeddings" / name / "features.npy"
     if not final.is_file():
         with replacing(final) as partial:
-            out: Store | None = None
+            out: np.memmap[Any, np.dtype[np.float16]] | None = None
             done = 0
             for part in compute():
                 values = part.float().cpu().numpy()
@@ -165,7 +181,7 @@ def embed_rows(
     tokens: TokenStore,
     rows: I64,
     chunk: int,
-    stores: Stores = Stores(),  # noqa: B008  frozen
+    stores: Stores = Stores(),
 ) -> Embedded:
     """Embed rows with all their captions. The model is expected in evaluation mode."""
     starts = dataset.caption_starts

@@ -56,7 +56,12 @@ class Saver:
         trainer = {"optimizer": read_state(optimizer, model)}
         try:
             path = save(
-                self._run.path, step, score, model, trainer, self._rows.text_folder,
+                self._run.path,
+                step,
+                score,
+                model,
+                trainer,
+                self._rows.text_folder,
                 self._config.keep,
             )
         except OSError as error:

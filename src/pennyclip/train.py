@@ -95,7 +95,10 @@ def _train(
         for batch in meter.waiting(setup.loader.batches(step, plan.ends[number])):
             torch.manual_seed(step_seed(config.seed, step))
             record = update(
-                model, loss, setup.optimizer, batch.to(device),
+                model,
+                loss,
+                setup.optimizer,
+                batch.to(device),
                 lr_factor=plan.lr_factor(step),
                 clip_norm=config.optim.clip_norm,
                 precision=config.precision,

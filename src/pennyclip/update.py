@@ -23,7 +23,8 @@ def embed(model: CLIP, batch: Batch) -> tuple[Float[Tensor, "B D"], Float[Tensor
         assert batch.images is not None
         image = model.visual.features(batch.images)
     if text is None:
-        assert batch.tokens is not None and batch.lengths is not None
+        assert batch.tokens is not None
+        assert batch.lengths is not None
         text = model.text.features(batch.tokens, batch.lengths)
     return model.visual.project(image), model.text.project(text)
 
@@ -60,8 +61,15 @@ def update(
     image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
     scale = model.logit_scale.exp()
     features = Features(
-        image=image, text=text, all_image=image, all_text=text, offset=0,
-        scale=scale, bias=None, groups=batch.groups, rows=batch.rows,
+        image=image,
+        text=text,
+        all_image=image,
+        all_text=text,
+        offset=0,
+        scale=scale,
+        bias=None,
+        groups=batch.groups,
+        rows=batch.rows,
     )
     value, metrics = loss.compute(features)
 

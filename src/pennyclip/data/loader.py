@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,10 @@ class Batch:
     text_features: Float[Tensor, "B W"] | None
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(**{k: v if v is None else v.to(device) for k, v in vars(self).items()})
+        moved: dict[str, Any] = {
+            name: value if value is None else value.to(device) for name, value in vars(self).items()
+        }
+        return Batch(**moved)
 
 
 @dataclass(frozen=True, kw_only=True)

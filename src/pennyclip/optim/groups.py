@@ -39,7 +39,9 @@ def parameter_groups(
         for name in names
     }
     rates: dict[str, PartRates] = {
-        "image": config.image, "text": config.text, "heads": config.heads
+        "image": config.image,
+        "text": config.text,
+        "heads": config.heads,
     }
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters:
