@@ -15,6 +15,7 @@ from pennyclip.errors import RequestError
 
 T = TypeVar("T")
 Depth = Literal["all", "none"] | int
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
 Precision = Literal["fp32", "bf16"]
 
 
@@ -26,14 +27,26 @@ class ImageTower:
     """Name of a timm model."""
     image_size: int = 224
     """Side of the square input at evaluation, in pixels; stages may train at others."""
-    head: Literal["linear", "mlp"] = "linear"
-    """Linear without bias, or open_clip's two-layer MLP."""
+    head: Literal["linear", "mlp", "none"] = "linear"
+    """Linear, open_clip's two-layer MLP, or none: pooled features are the embedding (SigLIP)."""
+    head_bias: bool = False
+    """Whether the head's last layer adds a bias, as EVA-CLIP's does."""
+    pool: Literal["token", "avg", "map"] | None = None
+    """Class token, mean of the patches, or attention; unset: as the weights say, else timm's."""
+    activation: Activation | None = None
+    """Of the MLPs; unset: as the weights say, else timm's for this model."""
     weights: str | None = None
-    """A weights file, or `package:NAME` for weights that came inside a Python package."""
+    """A file, a folder, `package:NAME` (came inside a Python package) or `hub:org/name`."""
+    drop_keys: tuple[str, ...] = ()
+    """Keys of the weights file that may be left out; * stands for anything: "head.*"."""
+    new_keys: tuple[str, ...] = ()
+    """Parameters of the tower that may start from random although weights are loaded."""
+    resample: Literal["timm", "eva"] = "timm"
+    """How position embeddings and patch kernels change size: see `weights/resample.py`."""
     mean: tuple[float, float, float] | None = None
-    """Mean of the input per channel, of 0..1; unset: what timm states for this model."""
+    """Mean of the input per channel, of 0..1; unset: as the weights say, else timm's."""
     std: tuple[float, float, float] | None = None
-    """Standard deviation of the input per channel, of 0..1; unset: what timm states."""
+    """Its standard deviation per channel, of 0..1; unset: as the weights say, else timm's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +54,26 @@ class ClipText:
     """CLIP's own causal transformer over byte-pair tokens (Radford et al. 2021, section 2.4)."""
 
     kind: Literal["clip"] = "clip"
+    family: Literal["clip", "siglip"] = "clip"
+    """SigLIP's tower (Zhai et al. 2023) sees both ways and is fed padding up to its full length."""
     width: int = 512
     layers: int = 12
     heads: int = 8
     context_length: int = 77
     """Longest caption in tokens, start and end tokens included."""
     vocab_size: int = 49408
-    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    activation: Activation | None = None
+    """Of the MLPs; unset: as the weights say, else gelu."""
+    pad_id: int | None = None
+    """What SigLIP's captions are filled up with; unset: as the weights say, else 1 (SigLIP's)."""
+    tokenizer: str | None = None
+    """A folder with tokenizer.json, `package:NAME` or `hub:org/name`; unset: CLIP's own."""
     weights: str | None = None
+    """A file, a folder or `hub:org/name` to take this tower from."""
+    drop_keys: tuple[str, ...] = ()
+    """Keys of the weights file that may be left out; * stands for anything."""
+    new_keys: tuple[str, ...] = ()
+    """Parameters of the tower that may start from random although weights are loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +82,19 @@ class TransformersText:
 
     kind: Literal["transformers"] = "transformers"
     name: str
-    """A folder with config.json and tokenizer.json, `package:NAME`, or a hub name."""
+    """A folder with config.json and tokenizer.json, `package:NAME` or `hub:org/name`."""
     pool: Literal["mean", "cls"] = "mean"
     """Mean over the real tokens, or the first token's state."""
     head: Literal["linear", "mlp"] = "linear"
     context_length: int = 77
     pretrained: bool = True
     """Start from the weights that lie in the folder; otherwise from random ones."""
+    weights: str | None = None
+    """A CLIP's file, folder or `hub:org/name` to take this tower from, instead of the folder's."""
+    drop_keys: tuple[str, ...] = ()
+    """Keys of the weights file that may be left out; * stands for anything."""
+    new_keys: tuple[str, ...] = ()
+    """Parameters of the tower that may start from random although weights are loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)

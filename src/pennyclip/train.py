@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ def _train(
             meter.count(record["grad_norm"], config.optim.clip_norm)
             if step % config.log_every == 0 or last:
                 record = meter.read(record, step, plan.rows)
-                metrics.log("train", step, **record)
+                metrics.log("train", step, **record, rows=crc32(batch.rows.numpy().tobytes()))
                 console.update(step, record)
             score = None
             if plan.evaluation_is_due(step) and rows.evaluation is not None:

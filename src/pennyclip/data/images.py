@@ -14,8 +14,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 U8 = npt.NDArray[np.uint8]
 
@@ -61,7 +60,7 @@ def decode(data: bytes) -> Decoded:
             raise
         except Image.DecompressionBombError:
             raise ImageError(f"too large: more than {MAX_PIXELS:,} pixels") from None
-        except Image.UnidentifiedImageError:
+        except UnidentifiedImageError:
             raise ImageError(
                 f"not a picture: starts with {data[:16]!r}; readable are {', '.join(FORMATS)}"
             ) from None
@@ -85,10 +84,15 @@ def _decode(data: bytes) -> Decoded:
             else:
                 orientation = _orientation(image)
                 return Decoded(_upright(pixels, orientation), reencode=orientation != 1)
-        image.load()
-        # Read after loading: some of Pillow's readers turn the picture themselves while loading,
-        # and a PNG may carry its EXIF behind the pixels.
-        return Decoded(_upright(_to_rgb(image), _orientation(image)), reencode=True)
+        return Decoded(from_pil(image), reencode=True)
+
+
+def from_pil(image: Image.Image) -> U8:
+    """[H, W, 3] RGB pixels of an open picture, upright, on white where it is transparent."""
+    image.load()
+    # The orientation is read after loading: some of Pillow's readers turn the picture themselves
+    # while loading, and a PNG may carry its EXIF behind the pixels.
+    return _upright(_to_rgb(image), _orientation(image))
 
 
 def decode_jpeg(data: bytes) -> U8:
@@ -158,6 +162,8 @@ def resize_short_side(pixels: U8, side: int) -> U8:
 
 
 def _resize(pixels: U8, height: int, width: int) -> U8:
+    import torch  # seconds, which a process that only hands out work should not spend
+
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # a view: channels last in memory
     resized = torch.nn.functional.interpolate(
         planes, (height, width), mode="bicubic", antialias=True, align_corners=False

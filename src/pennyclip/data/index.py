@@ -1,10 +1,10 @@
 """A prepared dataset on disk, opened for random access.
 
-    dataset.json            what it was made from and with, and what was kept
-    shards/000123.tar       plain USTAR: <key>.jpg and <key>.txt, one caption a line
-    index/000123.parquet    one row an image, for people and filters
-    index/rows.npy          the same in fixed width, memory-mapped: all that a loader needs
-    keep/NAME.parquet       subsets of row ids
+dataset.json            what it was made from and with, and what was kept
+shards/000123.tar       plain USTAR: <key>.jpg and <key>.txt, one caption a line
+index/000123.parquet    one row an image, for people and filters
+index/rows.npy          the same in fixed width, memory-mapped: all that a loader needs
+keep/NAME.parquet       subsets of row ids
 """
 
 import json

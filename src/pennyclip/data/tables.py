@@ -7,19 +7,21 @@ table's folder. A `split` column (train, val, test) and a `group` column are use
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from pennyclip.data.sources import (
+from pennyclip.data.pairs import (
     CAPTION_KEYS,
     Item,
     Pair,
     Reject,
     Source,
     json_captions,
+    load_json,
     pair_or_reject,
     shown,
 )
@@ -49,7 +51,7 @@ class TableItem:
     origin: str
     group: str | None
     split: str | None
-    captions: list[object] = field(default_factory=list)
+    captions: list[str | None] = field(default_factory=list)
 
     def read(self) -> Pair | Reject:
         if "://" in self.key[:12]:
@@ -101,6 +103,11 @@ def open_table(path: Path, *, image_key: str | None, caption_key: str | None) ->
         if not isinstance(key, str) or not key.strip():
             items.append(Reject("", origin, f"bad row: no image path under '{image_column}'"))
             continue
+        try:
+            captions = json_captions(row, caption_column)
+        except ValueError as error:
+            items.append(Reject(key, origin, f"bad row: {error}"))
+            continue
         split = _split(row.get("split"), path, line)
         group = str(row["group"]) if row.get("group") not in (None, "") else None
         item = known.get((key, split, group))
@@ -108,10 +115,7 @@ def open_table(path: Path, *, image_key: str | None, caption_key: str | None) ->
             item = TableItem(path.parent, key, origin, group, split)
             items.append(item)
             known[key, split, group] = item
-        try:
-            item.captions += json_captions(row, caption_column)
-        except KeyError:
-            continue  # a JSON row without the field: if no other row has one, it is refused
+        item.captions += captions
     fingerprint = blake2b(data, digest_size=16).hexdigest()
     return Source("table", path, items, fingerprint)
 
@@ -160,10 +164,12 @@ def _parse_json(text: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        try:  # numbers and NaN stay as they are written
-            row = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
+        try:
+            row = load_json(line)
+            if "\\u" in line:  # the only way to write half a surrogate pair, which no file can hold
+                json.dumps(row, ensure_ascii=False).encode()
         except ValueError as error:
-            yield number, f"bad row: not JSON: {error}"
+            yield number, f"bad row: not valid JSON: {error}"
             continue
         yield number, row if isinstance(row, dict) else "bad row: not a JSON object"
 
@@ -202,7 +208,7 @@ def _parse_csv(text: str, delimiter: str, quoting: Any) -> Iterator[tuple[int, l
     line = 1
     try:
         for row in reader:
-            if any(row):
+            if row:
                 yield line, row
             line = reader.line_num + 1
     except csv.Error as error:
@@ -212,7 +218,7 @@ def _parse_csv(text: str, delimiter: str, quoting: Any) -> Iterator[tuple[int, l
 def _delimiter(text: str, path: Path, image_key: str | None, caption_key: str | None) -> str:
     """The delimiter under which the header names the wanted columns, or else the most columns."""
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
-    line = text.split("\n", 1)[0].rstrip("\r")
+    line = re.split("[\r\n]", text.lstrip("\r\n"), maxsplit=1)[0]
 
     def score(delimiter: str) -> tuple[int, int, bool]:
         columns = next(csv.reader([line], delimiter=delimiter), [])

@@ -34,7 +34,8 @@ WORDS = regex.compile(
     regex.IGNORECASE,
 )
 
-CACHE_SIZE = 1 << 18  # chosen: about 60 MB at worst; real captions' vocabularies are smaller
+CACHE_SIZE = 1 << 18  # entries, about 45 MB. chosen: holds the words of most sets of captions
+CACHE_LENGTH = 48  # letters of the longest text that is kept. chosen: longer than nearly all words
 
 
 class Tokenizer(Protocol):
@@ -138,13 +139,15 @@ class ClipTokenizer:
     def _encode_chunk(self, chunk: str) -> list[int]:
         if len(self._cache) >= CACHE_SIZE:
             self._cache = dict(self._special)
+        # Links and texts without spaces are hardly seen again: for them a cache to throw away.
+        cache = self._cache if len(chunk) <= CACHE_LENGTH else dict(self._special)
         ids: list[int] = []
         for word in WORDS.findall(chunk):
-            known = self._cache.get(word)
+            known = cache.get(word)
             if known is None:
-                known = self._cache[word] = self._merge(word)
+                known = cache[word] = self._merge(word)
             ids += known
-        self._cache[chunk] = ids
+        cache[chunk] = ids
         return ids
 
     def _merge(self, word: str) -> list[int]:
@@ -154,18 +157,17 @@ class ClipTokenizer:
             return [whole]
         ids = [self._ids[letter] for letter in letters]
         ids[-1] += 256
-        none = self.vocab_size
-        while len(ids) > 1:
-            found = [self._merges.get(pair, none) for pair in pairwise(ids)]
-            first = min(found)
-            if first == none:
-                break
-            merged, position = [], 0
-            while position < len(ids):  # every occurrence, from the left, without overlap
-                hit = position < len(found) and found[position] == first
-                merged.append(first if hit else ids[position])
-                position += 2 if hit else 1
-            ids = merged
+        merge, none = self._merges.get, self.vocab_size
+        found = [merge(pair, none) for pair in pairwise(ids)]
+        while found and (first := min(found)) < none:
+            # The leftmost is enough: what needs the merged pair stands later in the ranks.
+            at = found.index(first)
+            ids[at : at + 2] = [first]
+            del found[at]
+            if at > 0:
+                found[at - 1] = merge((ids[at - 1], first), none)
+            if at < len(found):
+                found[at] = merge((first, ids[at + 1]), none)
         return ids
 
 

@@ -1,39 +1,27 @@
 """InfoNCE in both directions: CLIP's loss.
 
-Radford et al. 2021, figure 3; van den Oord et al. 2018, equation 4.
+Radford et al. 2021 (arXiv 2103.00020), figure 3; van den Oord et al. 2018 (arXiv 1807.03748),
+equation 4.
 """
 
-import torch
-import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 
 from pennyclip.loss.features import Features
+from pennyclip.loss.softmax import softmax_loss
 
+INITIAL_SCALE = 1 / 0.07  # Radford et al. 2021, section 2.5, after Wu et al. 2018
 MAX_SCALE = 100.0  # Radford et al. 2021, section 2.5: the temperature is kept from exploding
 
 
-def infonce(features: Features) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """Mean over both directions of the cross-entropy of each pair against all candidates.
+def infonce(features: Features) -> tuple[Float[Tensor, ""], dict[str, float | Tensor]]:
+    """InfoNCE (CLIP): the cross-entropy of each pair against all candidates, both directions.
 
     Rows of the same group as a pair, other than the pair itself, are left out of its candidates.
+    Memory grows with N x D: the matrix of logits is seen in tiles.
 
     Returns:
-        The loss of this rank's rows, a scalar in float32 or wider, and metrics: `accuracy` (share
-        of pairs found first, both directions) and `candidates` a row.
+        The loss of this rank's rows, a scalar in the embeddings' dtype, and metrics: `accuracy`
+        (share of pairs found first, both directions) and `candidates` a row.
     """
-    n, m = len(features.image), len(features.all_image)
-    own = torch.arange(n, device=features.image.device) + features.offset
-    same = features.groups[own][:, None] == features.groups[None, :]
-    same[torch.arange(n, device=same.device), own] = False
-
-    losses, hits = [], []
-    for queries, candidates in (
-        (features.image, features.all_text),
-        (features.text, features.all_image),
-    ):
-        logits = features.scale * queries @ candidates.T
-        logits = logits.masked_fill(same, -torch.inf)
-        losses.append(F.cross_entropy(logits, own))
-        hits.append((logits.argmax(1) == own).float().mean())
-    loss = (losses[0] + losses[1]) / 2
-    return loss, {"accuracy": (hits[0] + hits[1]).detach() / 2, "candidates": float(m)}
+    return softmax_loss(features, by_group=False)

@@ -14,7 +14,7 @@ from pennyclip.model.image import ImageTower
 def freeze(model: CLIP, image_layers: Depth, text_layers: Depth) -> None:
     """Let the last layers of each trunk learn, and the heads and the temperature always.
 
-    A wholly frozen trunk is put into evaluation mode: no dropout, stored statistics.
+    What is wholly frozen is put into evaluation mode: no dropout, stored statistics.
 
     Raises:
         RequestError: more layers are asked for than the trunk has.
@@ -32,8 +32,10 @@ def freeze(model: CLIP, image_layers: Depth, text_layers: Depth) -> None:
             for parameter in names:
                 learns = number >= len(layers) - learning
                 tower.get_parameter(parameter).requires_grad_(learns)
-        if learning == 0:
-            trunk(tower).eval()
+        for module in tower.modules():
+            parameters = list(module.parameters())
+            if parameters and not any(p.requires_grad for p in parameters):
+                module.eval()
     if model.config.image.weights is not None:
         # Pretrained BatchNorm keeps its stored statistics: a batch here is a poor estimate.
         for module in model.visual.trunk.modules():

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import timm
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int64, UInt8
 from timm.layers import Mlp
 from timm.models import group_parameters
 from torch import Tensor, nn
 
 from pennyclip.config import ImageTower as ImageConfig
 from pennyclip.errors import RequestError
+from pennyclip.model.activation import activation_of, set_activation
+from pennyclip.model.masking import install_selection
 
 
 class ImageTower(nn.Module):
@@ -35,39 +37,90 @@ class ImageTower(nn.Module):
         default = known.input_size[-1] if known else config.image_size
         # Only models that tie parameters to the image's size take img_size.
         resize = {"img_size": config.image_size} if config.image_size != default else {}
+        options = {"global_pool": config.pool} if config.pool else {}
         try:
-            self.trunk = timm.create_model(config.name, num_classes=0, **resize)
+            self.trunk = timm.create_model(config.name, num_classes=0, **resize, **options)
         except TypeError:  # a convolutional network: fits every size
-            self.trunk = timm.create_model(config.name, num_classes=0)
+            self.trunk = timm.create_model(config.name, num_classes=0, **options)
+        if config.activation is not None:
+            set_activation(self.trunk, config.activation)
+        self.selection = install_selection(self.trunk)
         self.image_size = config.image_size
         mean = config.mean or tuple(self.trunk.pretrained_cfg["mean"])
         std = config.std or tuple(self.trunk.pretrained_cfg["std"])
-        self.config = replace(config, mean=mean, std=std)
+        self.config = replace(
+            config, mean=mean, std=std, activation=activation_of(self.trunk)
+        )
         # Of the uint8 values, so that one subtraction and one division normalise a batch.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
         width = self.trunk.num_features
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if config.head == "linear":
-            layers["proj"] = nn.Linear(width, embed_dim, bias=False)
-        else:
-            layers["mlp"] = Mlp(width, 2 * embed_dim, embed_dim, bias=(True, False))
+            layers["proj"] = nn.Linear(width, embed_dim, bias=config.head_bias)
+        elif config.head == "mlp":
+            layers["mlp"] = Mlp(width, 2 * embed_dim, embed_dim, bias=(True, config.head_bias))
+        elif width != embed_dim:
+            raise RequestError(
+                f"model.image.head = none: '{config.name}' has {width} features, and "
+                f"model.embed_dim is {embed_dim}. Make them equal, or choose a linear head."
+            )
         self.head = nn.Sequential(layers)
 
     def normalize(self, images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
         return (images - self.mean) / self.std
 
-    def features(self, images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B W"]:
-        """The trunk's pooled output."""
-        return self.trunk(self.normalize(images))
+    def patches(self) -> int:
+        """Patches of an image, from which `masking.keep_indices` chooses.
+
+        Raises:
+            RequestError: the trunk has no patch tokens that could be left out.
+        """
+        if self.selection is None:
+            raise RequestError(
+                f"'{self.config.name}' cannot be masked: its layers ({type(self.trunk).__name__}) "
+                "need the whole grid of the image, not a sequence of independent patches. Set the "
+                "mask ratio to 0, or take a ViT or an EVA as image tower."
+            )
+        return self.trunk.patch_embed.num_patches
+
+    def features(
+        self, images: UInt8[Tensor, "B 3 H W"], keep: Int64[Tensor, "B K"] | None = None
+    ) -> Float[Tensor, "B W"]:
+        """The trunk's pooled output.
+
+        Args:
+            images: one batch.
+            keep: patches that each image keeps (`masking.keep_indices`), in training only; unset:
+                all of them.
+        """
+        if keep is None:
+            return self.trunk(self.normalize(images))
+        assert self.training, "images are never masked in evaluation"
+        assert self.selection is not None, "patches() has refused this tower"
+        self.selection.keep = keep
+        try:
+            return self.trunk(self.normalize(images))
+        finally:
+            self.selection.keep = None
 
     def project(self, features: Float[Tensor, "B W"]) -> Float[Tensor, "B D"]:
         return self.head(features)
 
-    def forward(self, images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B D"]:
-        return self.project(self.features(images))
+    def forward(
+        self, images: UInt8[Tensor, "B 3 H W"], keep: Int64[Tensor, "B K"] | None = None
+    ) -> Float[Tensor, "B D"]:
+        return self.project(self.features(images, keep))
 
     def layers(self) -> list[list[str]]:
-        """Names of the trunk's parameters by layer (timm's groups), the input first."""
+        """Names of the trunk's parameters by layer, the input first.
+
+        timm's groups, except that norms behind the last block belong to that block: they are not
+        a layer that one would unfreeze alone.
+        """
         groups = group_parameters(self.trunk, self.trunk.group_matcher(coarse=False))
-        return [[f"trunk.{name}" for name in groups[i]] for i in sorted(groups)]
+        layers = [[f"trunk.{name}" for name in groups[i]] for i in sorted(groups)]
+        if all(self.get_parameter(name).ndim == 1 for name in layers[-1]):
+            norms = layers.pop()
+            layers[-1] += norms
+        return layers

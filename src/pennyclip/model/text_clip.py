@@ -5,6 +5,8 @@ ours are the same files.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from pennyclip.config import ClipText
+from pennyclip.model.packing import Layout, causal_attention, packed, padded
 
 
 class QuickGELU(nn.Module):
@@ -21,7 +24,13 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS = {"gelu": nn.GELU, "quick_gelu": QuickGELU}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+}
+NORM_EPS = {"clip": 1e-5, "siglip": 1e-6}  # as released: OpenAI's CLIP, Google's big_vision
+SIGLIP_PAD_ID = 1  # of the tokenizer released with SigLIP
 
 
 class CausalAttention(nn.Module):
@@ -34,12 +43,20 @@ class CausalAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x: Float[Tensor, "B L W"]) -> Float[Tensor, "B L W"]:
-        batch, length, width = x.shape
+    def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        q, k, v = qkv.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out_proj(out.transpose(1, 2).reshape(batch, length, width))
+        out = causal_attention(qkv.unflatten(1, (3, self.heads, -1)), layout)
+        return self.out_proj(out.flatten(1))
+
+
+class FullAttention(CausalAttention):
+    """Multi-head self-attention in which a token sees its whole caption, padding too (SigLIP)."""
+
+    def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(len(x), 3, self.heads, -1)
+        q, k, v = layout.pad(qkv).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(layout.pack(out.transpose(1, 2)).flatten(1))
 
 
 class Block(nn.Module):
@@ -47,35 +64,46 @@ class Block(nn.Module):
 
     def __init__(self, config: ClipText) -> None:
         super().__init__()
-        width = config.width
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = CausalAttention(width, config.heads)
-        self.ln_2 = nn.LayerNorm(width)
+        width, eps = config.width, NORM_EPS[config.family]
+        attention = CausalAttention if config.family == "clip" else FullAttention
+        self.ln_1 = nn.LayerNorm(width, eps)
+        self.attn = attention(width, config.heads)
+        self.ln_2 = nn.LayerNorm(width, eps)
         self.mlp = nn.Sequential(
             OrderedDict(
                 c_fc=nn.Linear(width, 4 * width),
-                gelu=ACTIVATIONS[config.activation](),
+                gelu=ACTIVATIONS[config.activation or "gelu"](),
                 c_proj=nn.Linear(4 * width, width),
             )
         )
 
-    def forward(self, x: Float[Tensor, "B L W"]) -> Float[Tensor, "B L W"]:
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
+        x = x + self.attn(self.ln_1(x), layout)
         return x + self.mlp(self.ln_2(x))
 
 
 class ClipTextTower(nn.Module):
     """Token ids to embeddings; `forward` is `project` of `features`."""
 
+    packed: bool = True
+    """Compute real tokens only. Exports switch it off: their shapes must not depend on lengths."""
+
     def __init__(self, config: ClipText, embed_dim: int) -> None:
         super().__init__()
         self.context_length = config.context_length
+        self.pad_id = None
+        if config.family == "siglip":
+            self.pad_id = SIGLIP_PAD_ID if config.pad_id is None else config.pad_id
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.positional_embedding = nn.Parameter(torch.empty(config.context_length, config.width))
         self.transformer = nn.Module()
         self.transformer.resblocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.ln_final = nn.LayerNorm(config.width)
-        self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
+        self.ln_final = nn.LayerNorm(config.width, NORM_EPS[config.family])
+        self.text_projection: nn.Parameter | nn.Linear
+        if config.family == "clip":
+            self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
+        else:
+            self.text_projection = nn.Linear(config.width, embed_dim)
         self._initialise(config)
 
     def _initialise(self, config: ClipText) -> None:
@@ -88,21 +116,44 @@ class ClipTextTower(nn.Module):
             nn.init.normal_(block.attn.out_proj.weight, std=proj_std)
             nn.init.normal_(block.mlp.c_fc.weight, std=(2 * config.width) ** -0.5)
             nn.init.normal_(block.mlp.c_proj.weight, std=proj_std)
-        nn.init.normal_(self.text_projection, std=config.width**-0.5)
+        head = self.text_projection
+        matrix = head.weight if isinstance(head, nn.Linear) else head
+        nn.init.normal_(matrix, std=config.width**-0.5)
 
     def features(
         self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]
     ) -> Float[Tensor, "B W"]:
-        """The normed state at each caption's end token, its last real one."""
-        x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
+        """The normed state at each caption's end token, its last real one.
+
+        Padding stands behind the end token, where a causal caption cannot see it: whether it is
+        computed changes nothing.
+        """
+        if self.pad_id is not None:
+            tokens, lengths = self._fill_up(tokens, lengths, self.pad_id)
+        layout = packed(tokens, lengths) if self.packed else padded(tokens, lengths)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.token_embedding(layout.pack(tokens))
+        x = x + F.embedding(layout.pack(positions), self.positional_embedding)
         for block in self.transformer.resblocks:
-            x = block(x)
-        # Padding stands after the end token, where a causal caption cannot see it.
-        x = x[torch.arange(len(x), device=x.device), lengths - 1]
-        return self.ln_final(x)
+            x = block(x, layout)
+        return self.ln_final(x[layout.ends])
+
+    def _fill_up(
+        self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"], pad_id: int
+    ) -> tuple[Int64[Tensor, "B C"], Int64[Tensor, " B"]]:
+        """Captions as SigLIP was trained on them: padding up to the context length counts as text.
+
+        With shorter padding its zero-shot scores collapse.
+        """
+        real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        tokens = tokens.masked_fill(~real, pad_id)
+        missing = self.context_length - tokens.shape[1]
+        lengths = torch.full_like(lengths, self.context_length)
+        return F.pad(tokens, (0, missing), value=pad_id), lengths
 
     def project(self, features: Float[Tensor, "B W"]) -> Float[Tensor, "B D"]:
-        return features @ self.text_projection
+        head = self.text_projection
+        return head(features) if isinstance(head, nn.Linear) else features @ head
 
     def forward(
         self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]

@@ -3,10 +3,10 @@
     m = beta1 m + (1 - beta1) g                    v = beta2 v + (1 - beta2) g^2
     r = m' / (sqrt(v') + eps) + weight_decay p     p = p - lr * ratio * r,  ratio = |p| / |r|
 
-You et al., "Large Batch Optimization for Deep Learning", arXiv 1904.00962 (v5). The ratio is 1 where
-either norm is zero. The three variants differ in m' and v' and in where the ratio applies:
+You et al., "Large Batch Optimization for Deep Learning", arXiv 1904.00962 (v5). The ratio is 1
+where either norm is zero. The variants differ in m' and v' and in where the ratio applies:
 
-- "paper": algorithm 2 of v5, m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t); every tensor adapts.
+- "paper": algorithm 2 of v5, m' = m / (1 - beta1^t), v' = v / (1 - beta2^t); all tensors adapt.
 - "nvlamb": NVIDIA apex, csrc/multi_tensor_lamb.cu. All gradients are first divided by their global
   norm where that exceeds 1; tensors without weight decay keep ratio 1 unless `always_adapt`.
 - "eva": DeepSpeed, csrc/lamb/fused_lamb_cuda_kernel.cu, with which EVA-CLIP (arXiv 2303.15389) was
@@ -14,76 +14,41 @@ either norm is zero. The three variants differ in m' and v' and in where the rat
   sqrt(1 - beta2^t) / (1 - beta1^t). (EVA-CLIP ran it under ZeRO-1, where a "tensor" was a flattened
   shard; here it is always a whole parameter.)
 
-A step is two passes over memory: one updates m and v and sums the squares of p and r, the next moves
-p. Where parameters are sharded (DTensor), the sums of all of them travel as one stacked vector, so
-the ratio is that of the whole tensor. Nothing in a step waits for an accelerator.
+A step is two passes over memory: the first updates m and v and sums the squares of p and r, the
+second moves p. Where parameters are sharded (DTensor), all sums travel as one stacked vector, so a
+ratio is that of the whole tensor. Nothing in a step waits for an accelerator.
 """
 
-import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, StateDict
+
+from pennyclip.optim.lamb_passes import (
+    COMPILED_MIN,
+    CPU_PIECE,
+    DEVICE_BATCH,
+    Apply,
+    Batch,
+    Entry,
+    Rule,
+    Shard,
+    compiled_first_pass,
+    first_pass,
+    pieces,
+)
 
 Variant = Literal["paper", "nvlamb", "eva"]
 
 EVA_RATIO = (0.01, 10.0)  # min_coeff and max_coeff of DeepSpeed's FusedLamb
 NVLAMB_MAX_GRAD_NORM = 1.0  # max_grad_norm of apex.optimizers.FusedLAMB
-
-# Chosen by benchmarks/optimizer.py: 1 MiB of float32 keeps a piece's operations in a core's cache.
-# It is also what keeps the norm right: torch 2.14 sums squares on CPU in one float32 run, 0.3 % off
-# over the 25 M weights of a token embedding; pieces of this size are exact to 1e-6.
-CPU_PIECE = 2**18
-# Chosen: below this a compiled call costs more than the passes over memory that it saves.
-CPU_COMPILED_MIN = 2**15
-# Chosen: bounds the scratch (the update, 4 bytes an element) to 64 MiB or one larger tensor.
-DEVICE_BATCH = 2**24
-
-Shard = tuple[DeviceMesh, tuple[int, ...]]  # the mesh, and its dimensions that split the tensor
-
-
-class _Rule(NamedTuple):
-    """A step as numbers: u = m / (sqrt(v) + eps) + weight_decay p, r = norm_scale u,
-    p -= step_scale ratio u. The bias corrections are folded in, which saves passes over memory."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    norm_scale: float
-    step_scale: float | Tensor
-
-
-class _Entry(NamedTuple):
-    name: str
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    noise_seed: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """Tensors of one group, dtype, step count and device whose passes run together."""
-
-    entries: list[_Entry]
-    rule: _Rule
-    adapt: bool
-    shard: Shard | None
-    compiled: bool
-
-
-# The second pass, given the factor of each tensor's update [n].
-_Apply = Callable[[Tensor], None]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -157,9 +122,9 @@ class Lamb(torch.optim.Optimizer):
         batches = list(self._batches())
         clip = _inverse_global_norm(batches) if self._settings[0] == "nvlamb" else None
         self._last_ratios = []
-        waiting: defaultdict[Shard, list[tuple[_Batch, Tensor, _Apply]]] = defaultdict(list)
+        waiting: defaultdict[Shard, list[tuple[Batch, Tensor, Apply]]] = defaultdict(list)
         for batch in batches:
-            run = _compiled_first_pass if batch.compiled else _first_pass
+            run = compiled_first_pass if batch.compiled else first_pass
             squares, apply = run(batch, clip)
             if batch.shard is None:  # at once, while the tensors are still in the cache
                 self._second_pass(batch, squares, apply)
@@ -167,7 +132,7 @@ class Lamb(torch.optim.Optimizer):
                 waiting[batch.shard].append((batch, squares, apply))
         for shard, firsts in waiting.items():
             total = _all_reduce(torch.cat([squares for _, squares, _ in firsts], dim=1), shard)
-            parts = total.split([squares.shape[1] for _, squares, _ in firsts], dim=1)
+            parts = torch.split(total, [squares.shape[1] for _, squares, _ in firsts], dim=1)
             for (batch, _, apply), squares in zip(firsts, parts, strict=True):
                 self._second_pass(batch, squares, apply)
         return loss
@@ -195,13 +160,12 @@ class Lamb(torch.optim.Optimizer):
                 else:
                     self.state[p][key] = value.to(p.device, _state_dtype(p), copy=True)
 
-    def __getstate__(
-        self,
-    ) -> dict[str, Any]:  # torch's keeps three attributes; for deepcopy, pickle
+    def __getstate__(self) -> dict[str, Any]:
+        # For deepcopy and pickle: torch's own leaves every other attribute out.
         own = {key: self.__dict__[key] for key in ("_settings", "_last_ratios")}
-        return {**super().__getstate__(), **own}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), **own}
 
-    def _second_pass(self, batch: _Batch, squares: Tensor, apply: _Apply) -> None:
+    def _second_pass(self, batch: Batch, squares: Tensor, apply: Apply) -> None:
         """Turn the squared norms of p and u, [2, n], into ratios and move p."""
         p_norm, u_norm = squares.sqrt().unbind()
         if batch.adapt:
@@ -214,9 +178,9 @@ class Lamb(torch.optim.Optimizer):
         self._last_ratios.append(([entry.name for entry in batch.entries], ratio))
         apply(ratio * -batch.rule.step_scale)
 
-    def _batches(self) -> Iterator[_Batch]:
+    def _batches(self) -> Iterator[Batch]:
         variant, always_adapt, stochastic_rounding, seed, compile = self._settings
-        buckets: defaultdict[tuple[Any, ...], list[_Entry]] = defaultdict(list)
+        buckets: defaultdict[tuple[Any, ...], list[Entry]] = defaultdict(list)
         number = -1
         for i, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"{i}.{j}" for j in range(len(group["params"]))]
@@ -236,46 +200,45 @@ class Lamb(torch.optim.Optimizer):
                 rounded = stochastic_rounding and p.dtype == torch.bfloat16
                 noise_seed = _noise_seed(seed, step, number, shard) if rounded else None
                 tensors = _local(p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])
-                entry = _Entry(name, *tensors, noise_seed=noise_seed)
-                dtypes = (entry.param.dtype, entry.grad.dtype)
-                buckets[(entry.param.device, *dtypes, shard, i, step)].append(entry)
-        for (device, _, _, shard, i, step), entries in buckets.items():
+                key = (p.device, p.dtype, shard, i, step)
+                buckets[key].append(Entry(name, tensors, noise_seed))
+        for (device, _, shard, i, step), entries in buckets.items():
             group = self.param_groups[i]
-            cpu = device.type == "cpu"
-            limit = DEVICE_BATCH if not cpu else CPU_COMPILED_MIN if compile else CPU_PIECE
-            for part in [entries] if compile and not cpu else _consecutive(entries, limit):
-                yield _Batch(
+            limit = CPU_PIECE if device.type == "cpu" else DEVICE_BATCH
+            limit = COMPILED_MIN if compile else limit
+            for part in _consecutive(entries, limit):
+                yield Batch(
                     entries=part,
                     rule=_rule(variant, group, step),
                     adapt=variant != "nvlamb" or always_adapt or group["weight_decay"] > 0,
                     shard=shard,
-                    compiled=compile and (not cpu or part[0].param.numel() > limit),
+                    compiled=compile and part[0].numel > limit,
                 )
 
 
-def _rule(variant: Variant, group: dict[str, Any], step: int) -> _Rule:
+def _rule(variant: Variant, group: dict[str, Any], step: int) -> Rule:
     (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
     root = (1 - beta2**step) ** 0.5
     scale = root / (1 - beta1**step)
     if variant == "eva":
-        return _Rule(beta1, beta2, eps, decay, 1.0, group["lr"] * scale)
-    return _Rule(beta1, beta2, eps * root, decay / scale, scale, group["lr"] * scale)
+        return Rule(beta1, beta2, eps, decay, 1.0, group["lr"] * scale)
+    return Rule(beta1, beta2, eps * root, decay / scale, scale, group["lr"] * scale)
 
 
 def _state_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def _consecutive(entries: list[_Entry], limit: int) -> Iterator[list[_Entry]]:
+def _consecutive(entries: list[Entry], limit: int) -> Iterator[list[Entry]]:
     """Runs of at most `limit` elements; a larger tensor is a run by itself."""
-    run: list[_Entry] = []
+    run: list[Entry] = []
     size = 0
     for entry in entries:
-        if run and size + entry.param.numel() > limit:
+        if run and size + entry.numel > limit:
             yield run
             run, size = [], 0
         run.append(entry)
-        size += entry.param.numel()
+        size += entry.numel
     if run:
         yield run
 
@@ -303,13 +266,13 @@ def _all_reduce(squares: Tensor, shard: Shard) -> Tensor:
     return squares
 
 
-def _inverse_global_norm(batches: Iterable[_Batch]) -> Tensor | None:
+def _inverse_global_norm(batches: Iterable[Batch]) -> Tensor | None:
     """1 / max(1, norm of all gradients), on the device; None where there are no gradients."""
     sums: defaultdict[Shard | None, list[Tensor]] = defaultdict(list)
     for batch in batches:
-        pieces = list(chain.from_iterable(_pieces(entry.grad) for entry in batch.entries))
-        dtype = batch.entries[0].exp_avg.dtype
-        norms = torch.stack(list(torch._foreach_norm(pieces, dtype=dtype)))
+        grads = list(chain.from_iterable(pieces(entry.tensors[1]) for entry in batch.entries))
+        dtype = batch.entries[0].tensors[2].dtype
+        norms = torch.stack(list(torch._foreach_norm(grads, dtype=dtype)))
         sums[batch.shard].append(norms.square().sum())
     totals = []
     for shard, parts in sums.items():
@@ -321,151 +284,8 @@ def _inverse_global_norm(batches: Iterable[_Batch]) -> Tensor | None:
     return (norm / NVLAMB_MAX_GRAD_NORM).clamp(min=1.0).reciprocal()
 
 
-def _pieces(tensor: Tensor) -> list[Tensor]:
-    """A large flat CPU tensor in parts, see CPU_PIECE; anything else whole."""
-    if tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.numel() > CPU_PIECE:
-        return list(tensor.split(CPU_PIECE))
-    return [tensor]
-
-
-def _first_pass(batch: _Batch, clip: Tensor | None) -> tuple[Tensor, _Apply]:
-    """Update the moments; return the squared norms of p and u, [2, n], and the second pass."""
-    rule, wide = batch.rule, batch.entries[0].exp_avg.dtype
-    columns = [[e.param, e.grad, e.exp_avg, e.exp_avg_sq] for e in batch.entries]
-    runs = [columns]
-    if len(columns) == 1:
-        runs = [[list(piece)] for piece in zip(*map(_pieces, columns[0]), strict=True)]
-    moved: list[tuple[list[Tensor], list[Tensor]]] = []
-    p_norms: list[Tensor] = []
-    u_norms: list[Tensor] = []
-    for run in runs:
-        params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*run, strict=True))
-        wide_params = [p.to(wide) for p in params]
-        grads = [g.to(wide) for g in grads]
-        if clip is not None:
-            grads = list(torch._foreach_mul(grads, clip))
-        torch._foreach_lerp_(exp_avgs, grads, 1 - rule.beta1)
-        torch._foreach_mul_(exp_avg_sqs, rule.beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1 - rule.beta2)
-        updates = list(torch._foreach_sqrt(exp_avg_sqs))
-        torch._foreach_add_(updates, rule.eps)
-        torch._foreach_reciprocal_(updates)  # not a division: that would need a second scratch
-        torch._foreach_mul_(updates, exp_avgs)
-        torch._foreach_add_(updates, wide_params, alpha=rule.weight_decay)
-        p_norms += torch._foreach_norm(wide_params)
-        u_norms += torch._foreach_norm(updates)
-        moved.append((params, updates))
-    squares = torch.stack([torch.stack(p_norms), torch.stack(u_norms)]).square_()
-    if len(columns) == 1:
-        squares = squares.sum(dim=1, keepdim=True)
-
-    def apply(factors: Tensor) -> None:
-        noises = [_noise(entry) for entry in batch.entries]
-        for i, (params, updates) in enumerate(moved):
-            steps = list(factors.unbind()) if len(moved) == 1 else [factors[0]]
-            wide_params = [p.to(wide) for p in params]
-            torch._foreach_addcmul_(wide_params, updates, steps)
-            for j, (p, wide_p) in enumerate(zip(params, wide_params, strict=True)):
-                noise = noises[j] if len(moved) == 1 else noises[0]
-                if noise is not None:
-                    part = noise if len(moved) == 1 else noise.split(CPU_PIECE)[i]
-                    p.copy_(_round_stochastically(wide_p, part))
-                elif p.dtype != wide:
-                    p.copy_(wide_p)
-
-    return squares, apply
-
-
-def _compiled_first_pass(batch: _Batch, clip: Tensor | None) -> tuple[Tensor, _Apply]:
-    """`_first_pass` with one kernel a pass; the second computes u again instead of storing it."""
-    first, second = _compiled_passes(batch.entries[0].param.device.type == "cpu")
-    # As tensors, so that new values do not compile anew; on CPU, where a kernel reads them free.
-    rule = [torch.tensor(x, dtype=torch.float64) for x in batch.rule[:4]]
-    params = [e.param for e in batch.entries]
-    exp_avgs = [e.exp_avg for e in batch.entries]
-    exp_avg_sqs = [e.exp_avg_sq for e in batch.entries]
-    squares = first(params, [e.grad for e in batch.entries], exp_avgs, exp_avg_sqs, rule, clip)
-
-    def apply(factors: Tensor) -> None:
-        noises = [_noise(entry) for entry in batch.entries]
-        second(params, exp_avgs, exp_avg_sqs, rule, factors, noises)
-
-    return squares, apply
-
-
-@functools.cache
-def _compiled_passes(flat: bool) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """On CPU one graph serves a flat tensor of any length; elsewhere one holds all tensors.
-
-    `fullgraph` makes an exceeded recompile limit an error rather than a quiet fallback."""
-    return (
-        torch.compile(_fused_first, dynamic=flat, fullgraph=True),
-        torch.compile(_fused_second, dynamic=flat, fullgraph=True),
-    )
-
-
-def _fused_first(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    rule: list[Tensor],
-    clip: Tensor | None,
-) -> Tensor:
-    beta1, beta2 = rule[:2]
-    squares = []
-    for p, grad, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        g = grad.to(m.dtype)
-        if clip is not None:
-            g = g * clip
-        m.copy_(m * beta1 + g * (1 - beta1))
-        v.copy_(v * beta2 + g * g * (1 - beta2))
-        wide_p, update = _update(p, m, v, rule)
-        squares.append(torch.stack([(wide_p * wide_p).sum(), (update * update).sum()]))
-    return torch.stack(squares, dim=1)
-
-
-def _fused_second(
-    params: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    rule: list[Tensor],
-    factors: Tensor,
-    noises: list[Tensor | None],
-) -> None:
-    moments = zip(params, exp_avgs, exp_avg_sqs, noises, strict=True)
-    for i, (p, m, v, noise) in enumerate(moments):
-        wide_p, update = _update(p, m, v, rule)
-        moved = wide_p + factors[i] * update
-        p.copy_(moved if noise is None else _round_stochastically(moved, noise))
-
-
-def _update(p: Tensor, m: Tensor, v: Tensor, rule: list[Tensor]) -> tuple[Tensor, Tensor]:
-    _, _, eps, weight_decay = rule
-    wide_p = p.to(m.dtype)
-    return wide_p, m / (v.sqrt() + eps) + weight_decay * wide_p
-
-
 def _noise_seed(seed: int, step: int, number: int, shard: Shard | None) -> int:
     """63 bits from (seed, step, parameter) and, where ranks hold different parts, the part."""
     part = [shard[0].get_local_rank(dim) for dim in shard[1]] if shard else []
     digest = hashlib.blake2b(repr((seed, step, number, part)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
-
-
-def _noise(entry: _Entry) -> Tensor | None:
-    """Uniform int32 in [0, 2^16), in the parameter's shape, for one rounding; None: nearest."""
-    if entry.noise_seed is None:
-        return None
-    device = entry.param.device
-    generator = torch.Generator(device).manual_seed(entry.noise_seed)
-    shape = entry.param.shape
-    return torch.randint(2**16, shape, generator=generator, dtype=torch.int32, device=device)
-
-
-def _round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
-    """float32 -> bfloat16 with the expectation of x: add noise below the 16 bits kept, cut them.
-
-    A NaN stays as it is: the sum could carry its bits over into a zero."""
-    bits = (x.view(torch.int32) + noise) & -(2**16)
-    return torch.where(x.isnan(), x, bits.view(torch.float32)).to(torch.bfloat16)

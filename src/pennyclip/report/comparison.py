@@ -9,8 +9,8 @@ from pennyclip.report.curves import LOG_ABOVE, WORDS, figure, series
 from pennyclip.report.markup import Html, note, section, table, tag
 from pennyclip.report.page import write_page
 from pennyclip.report.plots import Series, chart, spread
-from pennyclip.report.run import DIRECTIONS, Run, read_run, recall
-from pennyclip.report.words import duration, flat, number, percent, plain
+from pennyclip.report.run import DIRECTIONS, Run, mean_recall, read_run, recall
+from pennyclip.report.words import duration, flat, percent, plain
 
 
 def write_comparison(runs: Sequence[Path], out: Path) -> Path:
@@ -45,7 +45,8 @@ def _table(names: list[str], runs: list[Run]) -> Html:
             (
                 name,
                 run.state[1],
-                f"{final['split']}, step {final['step']:,}" if final else "none yet",
+                final.get("split", "none yet"),
+                f"{final['step']:,}" if final else "–",
                 *("–" if math.isnan(score) else percent(score) for score in scores),
                 f"{run.steps:,}",
                 plain(run.last_train.get("samples", "–")),
@@ -53,12 +54,12 @@ def _table(names: list[str], runs: list[Run]) -> Html:
             )
         )
     recalls = [f"{WORDS[direction]} R@{k}" for direction in DIRECTIONS for k in (1, 10)]
-    header = ("run", "state", "scored on", *recalls, "steps", "pairs seen", "time")
+    header = ("run", "state", "split", "best step", *recalls, "steps", "pairs seen", "time")
     explanation = note(
         "Recall of each run’s best checkpoint, on held-out data where it was evaluated there. "
         "Compare only scores of the same split."
     )
-    return section("results", "Results", explanation, table(header, rows, numbers=7))
+    return section("results", "Results", explanation, table(header, rows, numbers=8))
 
 
 def _curves(names: list[str], runs: list[Run]) -> Html:
@@ -76,22 +77,17 @@ def _curves(names: list[str], runs: list[Run]) -> Html:
                 "Lower is better; runs with different batch sizes cannot be compared by it.",
             )
         )
-    for direction in DIRECTIONS:
-        recalls = [
-            Series(
-                name,
-                [record["step"] for record in run.choosing],
-                [recall(record, direction, 10) for record in run.choosing],
-                colour,
-            )
-            for colour, (name, run) in enumerate(zip(names, runs, strict=True))
-        ]
-        if any(curve.values for curve in recalls):
-            drawing = chart(recalls, "R@10", percent=True, points=True)
-            caption = (
-                "On the split by which each run chooses its best checkpoint; higher is better."
-            )
-            figures.append(figure(f"Recall@10, {WORDS[direction]}", drawing, caption))
+    recalls = [
+        Series(name, [r["step"] for r in run.choosing], list(map(mean_recall, run.choosing)), i)
+        for i, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+    if any(curve.values for curve in recalls):
+        drawing = chart(recalls, "mean recall", percent=True, points=True)
+        caption = (
+            "Mean of R@1, R@5 and R@10 in both directions, on the split by which each run chooses "
+            "its best checkpoint; higher is better."
+        )
+        figures.append(figure("Recall", drawing, caption))
     body = tag("div", *figures, class_="figures") if figures else note("Nothing to draw yet.")
     return section("curves", "Curves", body)
 

@@ -7,7 +7,7 @@ from pennyclip.report.markup import Html, note, section, tag
 from pennyclip.report.plots import Series, chart, spread
 from pennyclip.report.run import DIRECTIONS, Run, chance, recall
 from pennyclip.report.words import number, percent
-from pennyclip.telemetry.metrics import Record
+from pennyclip.telemetry.metrics import Record, rates_by_part
 
 LOG_ABOVE = 20  # chosen: where the largest value is this many times the smallest, small ones vanish
 WORDS = {"text_to_image": "text → image", "image_to_text": "image → text"}
@@ -130,29 +130,25 @@ def _temperature(run: Run, train: list[Record]) -> Html | None:
 
 def _rates(run: Run, train: list[Record]) -> Html | None:
     records = [record for record in train if isinstance(record.get("lr"), dict)]
-    parts = list(dict.fromkeys(part for record in records for part in record["lr"]))
-    drawn = []
+    rates = [rates_by_part(record["lr"]) for record in records]
+    parts = list(dict.fromkeys(part for rate in rates for part in rate))
+    drawn: list[Series] = []
     for part in parts:
-        having = [record for record in records if part in record["lr"]]
-        values = [number(record["lr"][part]) for record in having]
-        if any(values):
-            steps = [record["step"] for record in having]
-            drawn.append(Series(part, steps, values, len(drawn)))
+        # A part that is frozen in some stage has no rate there: a gap in its curve.
+        values = [rate.get(part, math.nan) for rate in rates]
+        if any(value > 0 for value in values):
+            drawn.append(Series(part, [r["step"] for r in records], values, len(drawn)))
     if not drawn:
         return None
-    frozen = [part for part in parts if part not in [curve.name for curve in drawn]]
-    still = f" Frozen (rate 0): {', '.join(frozen)}." if frozen else ""
-    peaks = [max(curve.values) for curve in drawn]
-    names = (
-        drawn if len(drawn) > 1 else [Series(f"{drawn[0].name}", drawn[0].steps, drawn[0].values)]
-    )
+    peaks = [max(value for value in curve.values if value > 0) for curve in drawn]
     return figure(
         "Learning rate by part",
-        chart(names, "learning rate", log=spread(peaks) >= LOG_ABOVE),
-        "How far one update may move the weights of each part. It warms up, then falls to the "
-        "end of the run. Peak: "
+        chart(drawn, "learning rate", log=spread(peaks) >= LOG_ABOVE),
+        "How far one update may move the weights of each part (of a part whose layers learn at "
+        "different rates, the fastest). It warms up, then falls; a part without a curve is "
+        "frozen. Peak: "
         + ", ".join(f"{c.name} {peak:.1e}" for c, peak in zip(drawn, peaks, strict=True))
-        + f".{still}",
+        + ".",
     )
 
 

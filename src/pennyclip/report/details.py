@@ -1,11 +1,19 @@
 """What a run was: its events, data, loaded weights, configuration, machine."""
 
-import json
 from typing import Any
 
 from pennyclip.report.markup import Html, join, note, pairs, section, table, tag
 from pennyclip.report.run import Run, timeline
 from pennyclip.report.words import flat, number, percent, plain
+
+COUNTS = {
+    "inputs": "pictures found",
+    "kept": "pictures kept",
+    "captions": "captions",
+    "groups": "groups",
+    "largest_group": "pictures in the largest group",
+    "crossing": "left out of train: also in val or test",
+}
 
 
 def events(run: Run) -> Html:
@@ -25,28 +33,22 @@ def data(run: Run) -> Html:
     """How many pairs were kept, and what was refused why."""
     title = "Data"
     if not run.dataset:
-        request = run.start.get("request") or {}
-        where = request.get("data")
-        missing = f"No dataset.json found at {where}." if where else "The dataset is not recorded."
+        missing = f"No dataset.json found in {run.data}." if run.data else "Not recorded."
         return section("data", title, note(missing))
     counts = run.dataset.get("counts") or {}
     rejected = counts.get("rejected") or {}
-    kept = {name: value for name, value in counts.items() if name != "rejected"}
-    parts: list[Html | None] = [
-        note(
-            f"Read from {(run.start.get('request') or {}).get('data')}. A row is one picture with "
-            "all its captions."
-        ),
-        pairs((name.replace("_", " "), plain(value)) for name, value in flat(kept)),
-    ]
-    reasons = flat(rejected) if isinstance(rejected, dict) else [("refused", rejected)]
-    reasons = sorted(reasons, key=lambda item: -number(item[1]))
-    columns = [
+    kept = {COUNTS.get(name, name): n for name, n in counts.items() if name != "rejected"}
+    explanation = note(
+        f"Read from {run.data}. Pictures with the same content or caption form a group and are "
+        "never told apart in training."
+    )
+    reasons = sorted(flat(rejected), key=lambda item: -number(item[1]))
+    columns = (
+        tag("div", tag("h3", "Counts"), pairs((name, plain(n)) for name, n in flat(kept))),
         _counted("Splits and filters", "subset", list(run.subsets.items()), "No subsets."),
         _counted("Refused", "reason", reasons, "Nothing was refused."),
-    ]
-    parts.append(tag("div", *columns, class_="columns"))
-    return section("data", title, *parts)
+    )
+    return section("data", title, explanation, tag("div", *columns, class_="columns"))
 
 
 def _counted(title: str, what: str, items: list[tuple[str, Any]], none: str) -> Html:
@@ -58,9 +60,11 @@ def _counted(title: str, what: str, items: list[tuple[str, Any]], none: str) -> 
 def weights(run: Run) -> Html:
     """What matched when pretrained weights were loaded."""
     title = "Loaded weights"
-    entries = run.start.get("weights") or []
+    # A resume loads a checkpoint, and records no match: the run's beginning has it.
+    recorded = [start["weights"] for start in run.kind("start") if start.get("weights")]
+    entries = recorded[0] if recorded else []
     if not entries:
-        missing = "None recorded: both towers started from random weights, or from a resume."
+        missing = "None recorded: both towers started from random weights."
         return section("weights", title, note(missing))
     rows = [
         (
@@ -83,43 +87,34 @@ def weights(run: Run) -> Html:
 
 
 def configuration(run: Run) -> Html:
-    """config.toml in full, folded, and what was asked for."""
+    """config.toml in full, folded."""
     title = "Configuration"
-    command = run.start.get("request")
-    asked = pairs((name, _value(value)) for name, value in flat(command)) if command else None
     if not run.config_text:
-        return section("configuration", title, asked, note("config.toml is missing."))
+        return section("configuration", title, note("config.toml is missing."))
     lines = run.config_text.count("\n")
     folded = tag(
         "details",
         tag("summary", f"config.toml, {lines} lines"),
         tag("pre", tag("code", run.config_text)),
     )
-    explanation = note("All that decides the run; `pennyclip train config.toml` starts it again.")
-    return section("configuration", title, explanation, asked, folded)
+    command = tag("code", "pennyclip train config.toml --out RUN")
+    explanation = note("All that decides the run, defaults included. ", command, " repeats it.")
+    return section("configuration", title, explanation, folded)
 
 
 def machine(run: Run) -> Html:
     """Where it ran, with what, and how large the model is."""
-    title = "Machine, versions, parameters"
-    parts = []
-    for key, name in (
-        ("machine", "Machine"),
-        ("versions", "Versions"),
-        ("parameters", "Parameters (trained and stored numbers)"),
-    ):
-        value = run.start.get(key)
-        if value:
-            items = [
-                (name.replace(".", ", ").replace("_", " "), _value(v)) for name, v in flat(value)
-            ]
-            parts.append(tag("div", tag("h3", name), pairs(items)))
-    if not parts:
-        return section("machine", title, note("Not recorded."))
-    return section("machine", title, tag("div", *parts, class_="columns"))
-
-
-def _value(value: Any) -> str:
-    return (
-        value if isinstance(value, str) else plain(value) if not value == [] else json.dumps(value)
-    )
+    start = run.start
+    device = {"device": start["device"]} if "device" in start else {}
+    groups = {
+        "Machine": device | (start.get("machine") or {}),
+        "Versions": start.get("versions"),
+        "Parameters (numbers in the model)": start.get("parameters"),
+    }
+    parts = [
+        tag("div", tag("h3", title), pairs((name, plain(value)) for name, value in flat(group)))
+        for title, group in groups.items()
+        if group
+    ]
+    body = tag("div", *parts, class_="columns") if parts else note("Not recorded.")
+    return section("machine", "Machine, versions, parameters", body)

@@ -11,7 +11,7 @@ The trainer writes `examples.json` into the run folder:
         {
           "image": "...",         base64 of a JPEG, without a "data:" prefix; about 256 px
           "rank": 1,              place of the picture's best own caption among all candidates,
-                                  from 1; a tie counts at its mean place, so 1.5 may occur
+                                  from 1; half places may occur where scores are tied
           "captions": [           the best-scored first, three to five
             {"text": "...",       the caption in full
              "score": 0.31,       cosine similarity, -1 to 1
@@ -64,14 +64,14 @@ def _card(item: dict[str, Any]) -> Html:
     words = "own caption first" if rank == 1 else f"own caption at place {rank:g}"
     lines = []
     for place, caption in enumerate(item.get("captions") or [], start=1):
-        own = bool(caption.get("own"))
+        own, text = bool(caption.get("own")), caption.get("text", "")
         # The own caption that was appended after the best ones stands at its true place.
         shown = f"{rank:g}" if own and rank > place else str(place)
         lines.append(
             tag(
                 "li",
                 tag("span", shown, class_="place"),
-                tag("span", caption.get("text", ""), class_="caption"),
+                tag("span", text, class_="caption", title=text),
                 tag("span", f"{number(caption.get('score')):.2f}", class_="score"),
                 class_="own" if own else None,
             )

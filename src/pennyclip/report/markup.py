@@ -29,7 +29,7 @@ def join(*children: object) -> Html:
     )
 
 
-def tag(name: str, *children: object, **attributes: object) -> Html:
+def tag(name: str, /, *children: object, **attributes: object) -> Html:
     """An element. Attributes that are None are left out; `class_` stands for `class`."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pennyclip.atomic import write_text
 from pennyclip.report import details
 from pennyclip.report.curves import curves
 from pennyclip.report.examples import examples
@@ -41,7 +42,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def write_page(title: str, sections: tuple[Html, ...], out: Path) -> Path:
-    """Write a whole document, under a temporary name first."""
+    """Write a whole document."""
     css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     document = join(
         Html("<!doctype html>\n"),
@@ -59,10 +60,8 @@ def write_page(title: str, sections: tuple[Html, ...], out: Path) -> Path:
             lang="en",
         ),
     )
-    temporary = out.with_name(out.name + ".tmp")
     # A file name that is not valid Unicode shows its bytes rather than stopping the page.
-    temporary.write_text(document, encoding="utf-8", errors="backslashreplace")
-    temporary.rename(out)
+    write_text(out, document.encode("utf-8", "backslashreplace").decode("utf-8"))
     return out
 
 

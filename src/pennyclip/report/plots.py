@@ -10,7 +10,7 @@ from typing import Any, Literal
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from pennyclip.report.markup import Html
 
@@ -34,6 +34,8 @@ STYLE: dict[str, Any] = {
     "xtick.color": "#55616b",
     "ytick.color": "#55616b",
     "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "legend.labelcolor": "#55616b",
     "xtick.major.size": 3,
     "lines.linewidth": 1.6,
     "legend.frameon": False,
@@ -85,17 +87,20 @@ def chart(
             axis.axvline(mark[0], color="#7c8790", linewidth=1.1, dashes=(1, 2), label=mark[1])
         if log:
             axis.set_yscale("log")
+            axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
         else:
             low, high = axis.get_ylim()
             axis.set_ylim(bottom=0 if low > 0 or percent else low, top=high)
         if percent:
             axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
-        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 2.5, 5, 10]))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         axis.set_xlabel("step")
         axis.set_ylabel(unit)
         if len(series) > 1 or level or mark:
-            figure.legend(loc="outside upper left", ncols=3, handlelength=1.6, columnspacing=1.4)
+            figure.legend(loc="outside upper left", ncols=3, handlelength=2.2, columnspacing=1.4)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return _inline(buffer.getvalue())
@@ -111,7 +116,7 @@ def _draw(axis: Any, curve: Series, log: bool, points: bool) -> None:
         low, high = ([pick(values[p]) for p in pieces] for pick in (np.min, np.max))
         steps, values = (np.array([array[p].mean() for p in pieces]) for array in (steps, values))
         axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    dot = "o" if points or len(values) == 1 else None
+    dot = "o" if (points and curve.line == "solid") or len(values) == 1 else None
     axis.plot(
         steps,
         values,

@@ -3,16 +3,20 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pennyclip.report.curves import WORDS
+from pennyclip.report.curves import WORDS, series
 from pennyclip.report.markup import Html, join, note, section, table, tag
-from pennyclip.report.run import CUTOFFS, DIRECTIONS, Run, chance, count, recall
+from pennyclip.report.run import CUTOFFS, DIRECTIONS, Run, chance, count, mean_recall, recall
 from pennyclip.report.words import duration, number, percent, plain
 from pennyclip.telemetry.metrics import Record
 
-SHOWN = 12  # chosen: rows of the table before the rest is folded away
-SHARES = ("accuracy", "top", "R@", "recall", "share")
+COUNTS = ("images", "captions", "classes")
+MEASURES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "mean_per_class": "top-1, each class counting the same",
+    "unreadable": "pictures that could not be read",
+}
 
 
 def headline(run: Run) -> Html:
@@ -35,8 +39,7 @@ def summary(run: Run) -> str:
     text = model.get("text", {})
     kind = "CLIP’s text transformer" if text.get("kind", "clip") == "clip" else "a text encoder"
     words = f"{image} (images) and {text.get('name', kind)} (captions)"
-    data = (run.start.get("request") or {}).get("data")
-    source = f", trained on the dataset “{Path(data).name}”" if data else ", trained"
+    source = f", trained on the dataset “{Path(run.data).name}”" if run.data else ", trained"
     last = run.last_train
     length = ""
     if "samples" in last:
@@ -64,10 +67,10 @@ def _cards(run: Run) -> list[Html]:
     for record in run.others[-1:]:
         name = next((name for name in record["metrics"] if "top1" in name), None)
         if name:
-            label = f"Zero-shot top-1, “{record.get('split')}”"
+            label = f"Zero-shot top-1, “{_data(record)}”"
             cards.append(_card(label, percent(record["metrics"][name]), _classes(record)))
-    rate = number(run.last_train.get("samples_per_second"))
-    pace = f"{rate:,.0f} pairs a second at the end" if math.isfinite(rate) else "wall-clock time"
+    rates = sorted(series(run.kind("train"), "samples_per_second").values)
+    pace = f"wall-clock; median {rates[len(rates) // 2]:,.0f} pairs / s" if rates else "wall-clock"
     cards.append(_card("Time", duration(run.seconds) if run.records else "none yet", pace))
     return cards
 
@@ -92,7 +95,7 @@ def results(run: Run) -> Html:
     if not run.evaluations:
         missing = "No evaluation yet. Make one with: pennyclip eval RUN retrieval"
         return section("results", "Results", note(missing))
-    parts: list[Html] = []
+    parts: list[Html | None] = []
     if run.retrievals:
         parts += [_explanation(run), *_retrieval_tables(run)]
     else:
@@ -103,22 +106,23 @@ def results(run: Run) -> Html:
 
 def _explanation(run: Run) -> Html:
     return note(
-        "Retrieval: a caption ranks all pictures of the split (text → image), a picture ranks all "
-        "captions (image → text). R@10 is the share for which a true partner is among the first "
-        f"ten. The checkpoint called best is chosen on “{run.choosing_split}”; a score on another "
-        "split is the honest one. Chance is what random guessing gives."
+        "Retrieval: a caption ranks all pictures of the split (text → image), a picture ranks "
+        "all captions (image → text). R@10 is the share for which a true partner is among the "
+        "first ten. The checkpoint called best has the highest mean on "
+        f"“{run.choosing_split}”; scores on a split that chose nothing are the ones to quote. "
+        "Chance is what random guessing gives."
     )
 
 
 def _retrieval_tables(run: Run) -> list[Html]:
+    """Scores on splits that chose nothing, then the best and last that did; the rest folded."""
     held_out = [r for r in run.retrievals if not _chose(run, r)]
-    choosing = [r for r in run.retrievals if _chose(run, r)]
-    folded = [r for r in choosing[:-SHOWN] if r["step"] != run.best_step]
-    shown = [r for r in choosing if r not in folded]
-    tables = [_retrieval_table(run, held_out + shown)]
-    if folded:
-        summary = tag("summary", f"{len(folded)} earlier evaluations on “{run.choosing_split}”")
-        tables.append(tag("details", summary, _retrieval_table(run, folded)))
+    ends = [r for r in run.choosing if r["step"] == run.best_step or r is run.choosing[-1]]
+    tables = [_retrieval_table(run, held_out + ends)]
+    if len(run.choosing) > len(ends):
+        words = f"All {len(run.choosing)} evaluations on “{run.choosing_split}”"
+        table = _retrieval_table(run, run.choosing)
+        tables.append(tag("details", tag("summary", words), table))
     return tables
 
 
@@ -132,33 +136,35 @@ def _retrieval_table(run: Run, records: Sequence[Record]) -> Html:
         "tr",
         tag("th", colspan=2),
         *(tag("th", WORDS[d], colspan=len(CUTOFFS), class_="group") for d in DIRECTIONS),
+        tag("th"),
     )
     names = tag(
         "tr",
         tag("th", "split"),
         tag("th", "step", class_="number"),
         *(tag("th", f"R@{k}", class_="number") for _, k in columns),
+        tag("th", "mean", class_="number"),
     )
     body = []
     for split in dict.fromkeys(str(record.get("split")) for record in records):
         of_split = [record for record in records if str(record.get("split")) == split]
         for record in of_split:
             best = record["step"] == run.best_step
-            where = f" ({record['checkpoint']})" if "checkpoint" in record else ""
-            cells = [tag("td", _share(recall(record, d, k)), class_="number") for d, k in columns]
-            step = f"{record['step']:,}{where}"
-            badge = tag("span", "best", class_="badge") if best and not where else None
+            values = [*(recall(record, d, k) for d, k in columns), mean_recall(record)]
+            cells = [tag("td", _share(value), class_="number") for value in values]
+            badge = tag("span", "best", class_="badge") if best else None
             body.append(
                 tag(
                     "tr",
                     tag("td", split, badge),
-                    tag("td", step, class_="number"),
+                    tag("td", f"{record['step']:,}", class_="number"),
                     *cells,
                     class_="best" if best else None,
                 )
             )
         guesses = [chance(run, of_split[-1], k) for _, k in columns]
         if not all(map(math.isnan, guesses)):
+            guesses.append(sum(guesses) / len(guesses))
             cells = [tag("td", _share(guess), class_="number") for guess in guesses]
             row = (tag("td", f"chance on {split}"), tag("td"), *cells)
             body.append(tag("tr", *row, class_="chance"))
@@ -176,11 +182,11 @@ def _other_table(records: Sequence[Record]) -> Html | None:
     rows = []
     for record in records:
         for name, value in record["metrics"].items():
-            if name not in ("images", "captions", "classes"):
-                which = f"{record['step']:,} ({record.get('checkpoint', 'during the run')})"
-                share = any(word in name for word in SHARES)
-                shown = percent(value) if share else plain(value)
-                rows.append((record.get("split"), name, which, _classes_of(record), shown))
+            if name not in COUNTS and (name, value) != ("unreadable", 0):
+                step = f"{record['step']:,}"
+                shown = plain(value) if name == "unreadable" else percent(value)
+                guess = _guess(record, name)
+                rows.append((_data(record), MEASURES.get(name, name), step, guess, shown))
     explanation = note(
         "Zero-shot classification: each picture is given the class whose name, as a caption, fits "
         "it best; none of these classes was trained for. Top-1 is the share that is right, top-5 "
@@ -190,6 +196,11 @@ def _other_table(records: Sequence[Record]) -> Html | None:
     return join(tag("h3", "Zero-shot"), explanation, table(header, rows, numbers=3))
 
 
-def _classes_of(record: Record) -> Any:
-    classes = count(record, "classes")
-    return percent(1 / classes) if classes > 0 else "–"
+def _data(record: Record) -> str:
+    return str(record.get("split")).removeprefix("zero-shot ")
+
+
+def _guess(record: Record, measure: str) -> str:
+    """Chance level of a zero-shot measure."""
+    hits = {"top1": 1, "top5": 5, "mean_per_class": 1}.get(measure, math.nan)
+    return _share(hits / count(record, "classes"))

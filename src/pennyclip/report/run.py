@@ -27,6 +27,8 @@ class Run:
     records: list[Record]
     config_text: str
     config: dict[str, Any]
+    data: str
+    """The dataset's folder; empty where it is not recorded."""
     dataset: dict[str, Any]
     """The dataset's dataset.json."""
     subsets: dict[str, int]
@@ -92,12 +94,12 @@ class Run:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the checkpoint that is called best; before one is, the highest recall's."""
+        """The step with the highest mean recall; the earliest, as the trainer keeps it."""
+        finite = [record for record in self.choosing if math.isfinite(mean_recall(record))]
+        if finite:
+            return int(max(finite, key=mean_recall)["step"])
         named = [r["step"] for r in self.evaluations if r.get("checkpoint") == "best"]
-        if named:
-            return int(named[-1])
-        finite = [record for record in self.choosing if mean_recall(record) >= 0]
-        return max(finite, key=mean_recall)["step"] if finite else None
+        return int(named[-1]) if named else None
 
     @property
     def final(self) -> Record:
@@ -163,17 +165,18 @@ def read_run(path: Path) -> Run:
         problems.append(f"config.toml could not be read: {error}")
 
     starts = [record for record in records if record["kind"] == "start"]
-    request = starts[-1].get("request") if starts else None
-    data = request.get("data") if isinstance(request, dict) else None
+    request = (starts[-1].get("request") if starts else None) or config
+    data = str(request.get("data") or "")
     dataset: dict[str, Any] = {}
+    subsets: dict[str, int] = {}
     if data:
         dataset = _read_json(Path(data) / "dataset.json", problems)
-    subsets = {}
-    if dataset:
         for file in sorted((Path(data) / "keep").glob("*.parquet")):
             subsets[file.stem] = pq.read_metadata(file).num_rows
-    examples = _read_json(path / "examples.json", problems) if _has(path, "examples.json") else {}
-    return Run(path, records, text, config, dataset, subsets, examples, problems)
+    examples = {}
+    if (path / "examples.json").is_file():
+        examples = _read_json(path / "examples.json", problems)
+    return Run(path, records, text, config, data, dataset, subsets, examples, problems)
 
 
 def is_retrieval(record: Record) -> bool:
@@ -186,8 +189,8 @@ def recall(record: Record, direction: str, k: int) -> float:
 
 
 def mean_recall(record: Record) -> float:
-    """R@10 over both directions."""
-    return sum(recall(record, direction, 10) for direction in DIRECTIONS) / 2
+    """Over all recalls; by it the trainer chooses the best checkpoint."""
+    return number(record.get("metrics", {}).get("mean_recall"))
 
 
 def count(record: Record, name: str) -> float:
@@ -239,10 +242,6 @@ def _moment(record: Record) -> datetime | None:
         return datetime.fromisoformat(record["time"])
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def _has(path: Path, name: str) -> bool:
-    return (path / name).is_file()
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

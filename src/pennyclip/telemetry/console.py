@@ -10,7 +10,9 @@ import time
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from pennyclip.telemetry.metrics import Record
+from pennyclip.telemetry.metrics import Record, rates_by_part
+
+PAUSE = 10.0  # seconds between two plain lines of progress. chosen: a log, not a bar
 
 
 class Console:
@@ -24,7 +26,7 @@ class Console:
 
     def __init__(self, total_steps: int, start_step: int = 0, quiet: bool = False) -> None:
         self._total, self._start, self._quiet = total_steps, start_step, quiet
-        self._began = time.monotonic()
+        self._began = self._spoke = time.monotonic()
         self._bar: Progress | None = None
         if not quiet and sys.stderr.isatty():
             self._bar = Progress(
@@ -48,6 +50,16 @@ class Console:
         else:
             share = step / self._total
             self._print(f"step {step}/{self._total} ({share:.0%}), {numbers}")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show how far something is that comes before or between updates."""
+        line = f"{what} {done:,}/{total:,}"
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, description=line)
+        elif not self._quiet and (done == total or now - self._spoke > PAUSE):
+            self._spoke = now
+            self._print(line)
 
     def say(self, message: str) -> None:
         """Show a message on a line of its own."""
@@ -85,7 +97,7 @@ def describe(record: Record) -> list[str]:
     if "logit_scale" in record:
         parts.append(f"temperature {math.exp(-float(record['logit_scale'])):.4f}")
     if rates := record.get("lr"):
-        shown = {part: f"{float(rate):.1e}" for part, rate in rates.items()}
+        shown = {part: f"{rate:.1e}" for part, rate in rates_by_part(rates).items()}
         if len(set(shown.values())) == 1:
             parts.append(f"lr {next(iter(shown.values()))}")
         else:

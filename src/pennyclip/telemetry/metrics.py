@@ -3,7 +3,7 @@
 Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By kind, further:
 
     start       at each start or resume: request, machine, versions, parameters, perhaps weights
-    train       samples, epoch, loss, logit_scale (the log, as the model owns it), lr by part,
+    train       samples, epoch, loss, logit_scale (the log, as the model owns it), lr by group,
                 grad_norm (before clipping), clipped (share of updates), accuracy (in the batch),
                 candidates (pairs a row is told apart from, itself included), samples_per_second,
                 input_wait (share of the time), seconds
@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pennyclip.atomic import replacing
 from pennyclip.errors import RunError
 
 Record = dict[str, Any]
@@ -44,7 +45,8 @@ class Metrics:
                 records = [record for record in records if record["step"] <= resume_step]
             content = b"".join(map(_line, records))
             if content != self.path.read_bytes():
-                _replace(self.path, content)
+                with replacing(self.path) as partial:
+                    partial.write_bytes(content)
         self._file = self.path.open("ab")
 
     def log(self, kind: str, step: int, **fields: Any) -> None:
@@ -115,15 +117,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
+def rates_by_part(rates: dict[str, Any]) -> dict[str, float]:
+    """The largest rate of each part, from rates by group such as `image.3.no_decay`."""
+    parts: dict[str, float] = {}
+    for group, rate in rates.items():
+        part = group.split(".")[0]
+        parts[part] = max(parts.get(part, 0.0), float(rate))
+    return parts

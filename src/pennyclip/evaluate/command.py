@@ -1,0 +1,83 @@
+"""What `pennyclip eval` does: load a run, evaluate it, and write the result into the run."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pennyclip.atomic import write_text
+from pennyclip.checkpoint import Checkpoint
+from pennyclip.data.index import Dataset
+from pennyclip.data.tokens import TokenStore
+from pennyclip.encoder import CHUNK, load
+from pennyclip.evaluate.result import Result
+from pennyclip.evaluate.retrieval import retrieval
+from pennyclip.evaluate.zeroshot import read_names, zeroshot
+from pennyclip.features import Embedded, embed_rows
+from pennyclip.telemetry.metrics import Metrics
+
+EXAMPLES = 24  # pictures in the report's grid. chosen: fills a page
+SHOWN = 3  # captions beside each
+
+
+def evaluate_retrieval(run: Path, data: Path, split: str, checkpoint: str) -> Result:
+    """Retrieval on a split of a dataset, both directions, with a sheet of examples."""
+    dataset, encoder = Dataset(data), load(run, checkpoint)
+    rows = dataset.subset(split)
+    tokens = TokenStore.open(dataset, encoder.tokenizer)
+    embedded = embed_rows(encoder.model, dataset, tokens, rows, CHUNK)
+    result = retrieval(embedded.image, embedded.text, embedded.owner)
+    _record(run, encoder.checkpoint, checkpoint, split, result)
+    if (run / "metrics.jsonl").is_file():
+        sheet = {
+            "split": split,
+            "step": encoder.checkpoint.step,
+            "candidates": len(embedded.text),
+            "items": examples(dataset, rows, embedded),
+        }
+        write_text(run / "examples.json", json.dumps(sheet))
+    return result
+
+
+def evaluate_zeroshot(run: Path, images: Path, checkpoint: str, classes: Path | None) -> Result:
+    """Zero-shot classification of a folder with one folder a class."""
+    names = read_names(classes) if classes is not None else None
+    encoder = load(run, checkpoint)
+    result = zeroshot(encoder, images, names)
+    _record(run, encoder.checkpoint, checkpoint, f"zero-shot {images.name}", result)
+    return result
+
+
+def _record(run: Path, chosen: Checkpoint, asked: str, split: str, result: Result) -> None:
+    """Append the result to the run's metrics, if `run` is a run and not a lone checkpoint."""
+    if (run / "metrics.jsonl").is_file():
+        metrics = Metrics(run / "metrics.jsonl")
+        metrics.log("eval", chosen.step, split=split, metrics=result.metrics, checkpoint=asked)
+        metrics.close()
+
+
+def examples(dataset: Dataset, rows: Any, embedded: Embedded) -> list[dict[str, Any]]:
+    """Pictures spread evenly over the rows, each with its closest captions of the whole split."""
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).astype(int))
+    entries = dataset.keys(rows)
+    texts = [caption for entry in entries for caption in entry["captions"]]
+    items = []
+    for i in chosen.tolist():
+        scores = embedded.text @ embedded.image[i]
+        own = embedded.owner == i
+        best = scores.topk(min(SHOWN, len(scores))).indices.tolist()
+        best_own = int(scores.masked_fill(~own, -torch.inf).argmax())
+        best += [] if best_own in best else [best_own]
+        items.append(
+            {
+                "image": base64.b64encode(dataset.image_bytes(int(rows[i]))).decode(),
+                "captions": [
+                    {"text": texts[j], "score": float(scores[j]), "own": bool(own[j])} for j in best
+                ],
+                "rank": int((scores > scores[best_own]).sum()) + 1,
+            }
+        )
+    return items

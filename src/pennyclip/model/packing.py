@@ -1,0 +1,87 @@
+"""Captions of different lengths as one stream of tokens, without work on padding.
+
+Norms, projections and MLPs treat every token by itself, so they run on the stream of real tokens.
+Attention alone needs to know where a caption starts: torch's variable-length attention does on
+GPUs; elsewhere the stream is padded inside attention only.
+
+Shapes: B captions, L padded length, T tokens in the stream, H heads, C channels of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+try:  # torch >= 2.10
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of a stream stand in their captions."""
+
+    captions: int
+    """B."""
+    length: int
+    """L."""
+    places: Int64[Tensor, " T"] | None
+    """b * L + l of each token of the stream; None: the stream holds all B * L of them."""
+    starts: Int32[Tensor, " B+1"]
+    """Where each caption starts in the stream, and the stream's end."""
+    ends: Int64[Tensor, " B"]
+    """Where the end token of each caption stands in the stream."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, L, ...] to the stream [T, ...]."""
+        x = x.flatten(0, 1)
+        return x if self.places is None else x.index_select(0, self.places)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """The stream [T, ...] to [B, L, ...], zero where there is no token."""
+        if self.places is not None:
+            x = x.new_zeros(self.captions * self.length, *x.shape[1:]).index_copy(0, self.places, x)
+        return x.unflatten(0, (self.captions, self.length))
+
+
+def packed(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout:
+    """The real tokens only. Waits for the device once, unless `lengths` are on the host."""
+    captions, length = tokens.shape
+    device, lengths = tokens.device, lengths.cpu()
+    real = torch.arange(length) < lengths[:, None]
+    after = lengths.cumsum(0)
+    return Layout(
+        captions,
+        length,
+        places=real.flatten().nonzero()[:, 0].to(device, non_blocking=True),
+        starts=F.pad(after, (1, 0)).int().to(device, non_blocking=True),
+        ends=(after - 1).to(device, non_blocking=True),
+    )
+
+
+def padded(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout:
+    """Every place, padding too: shapes that don't depend on the lengths."""
+    captions, length = tokens.shape
+    firsts = torch.arange(captions + 1, device=tokens.device) * length
+    return Layout(captions, length, None, firsts.int(), firsts[:-1] + lengths - 1)
+
+
+def causal_attention(qkv: Float[Tensor, "T 3 H C"], layout: Layout) -> Float[Tensor, "T H C"]:
+    """Each token attends to itself and the earlier ones of its caption."""
+    if _variable_length(qkv) and layout.places is not None:
+        q, k, v = qkv.unbind(1)
+        return varlen_attn(
+            q, k, v, layout.starts, layout.starts, layout.length, layout.length,
+            window_size=(-1, 0),  # everything before, nothing after
+        )
+    q, k, v = layout.pad(qkv).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return layout.pack(out.transpose(1, 2))
+
+
+def _variable_length(x: Tensor) -> bool:
+    """Whether torch's kernel exists for it: on CUDA, 16 bits only."""
+    return varlen_attn is not None and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,144 @@
+"""Weights on disk: one file or a folder, in whatever container their authors chose."""
+
+import json
+import warnings
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pennyclip.errors import RequestError
+
+# What a folder's weights are called, the safest container first. An index lists shards.
+NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "open_clip_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "open_clip_pytorch_model.bin",
+)
+WRAPPERS = ("state_dict", "model_ema", "model", "module")
+PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The tensors of a weights file, and where files that describe them may lie."""
+
+    name: str
+    """For reports: the file, with its folder where that names the model."""
+    path: Path
+    folder: Path | None
+    """The folder that was asked for; None: a single file was."""
+    state: dict[str, Tensor]
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON object that lies beside the weights; empty where there is none.
+
+        Raises:
+            RequestError: it is there, and is not JSON.
+        """
+        path = (self.folder or self.path.parent) / name
+        # A single file may lie in a folder full of others: only a folder describes its weights.
+        if self.folder is None or not path.is_file():
+            return {}
+        return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{path} is not valid JSON: {error}") from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def read_weights(path: Path) -> WeightsFile:
+    """Read a file, or the weights that lie in a folder.
+
+    Raises:
+        RequestError: there are none, a shard is missing, or the file cannot be read.
+    """
+    if path.is_file():
+        return WeightsFile(path.name, path, None, read_state(path))
+    found = next((path / name for name in NAMES if (path / name).is_file()), None)
+    if found is None:
+        held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise RequestError(
+            f"the folder {path} holds no weights: expected one of {', '.join(NAMES)}, found "
+            f"{held}. Of a run's folder, give one of its checkpoints/step_*."
+        )
+    return WeightsFile(f"{path.name}/{found.name}", found, path, read_state(found))
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a weights file, or of the shards that an index names.
+
+    Raises:
+        RequestError: a file is missing, empty, or holds something else.
+    """
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
+    if not path.is_file():
+        raise RequestError(f"no weights at {path.absolute()}")
+    if path.stat().st_size == 0:
+        raise RequestError(f"{path} is empty (0 bytes). Download or copy it again.")
+    try:
+        if path.suffix == ".safetensors":
+            loaded: Any = load_file(path)
+        elif _is_torchscript(path):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit is deprecated; OpenAI's files stay
+                loaded = dict(torch.jit.load(path, map_location="cpu").state_dict())  # type: ignore[no-untyped-call]
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RequestError(
+            f"{path} cannot be read as weights ({type(error).__name__}: {error}). Expected "
+            "safetensors, a PyTorch file that holds tensors only, or a TorchScript archive."
+        ) from error
+    state = {key: value for key, value in _unwrap(loaded).items() if isinstance(value, Tensor)}
+    if not state:
+        raise RequestError(f"{path} holds no tensors: expected a model's state dict")
+    for prefix in PREFIXES:
+        if all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
+
+
+def _unwrap(loaded: Any) -> dict[str, Any]:
+    """The state dict inside a training checkpoint; EVA's files nest two wrappers."""
+    while isinstance(loaded, dict):
+        inner = next((loaded[w] for w in WRAPPERS if isinstance(loaded.get(w), dict)), None)
+        if inner is None:
+            return loaded
+        loaded = inner
+    return {}
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    places: dict[str, str] = read_json(index).get("weight_map", {})
+    state: dict[str, Tensor] = {}
+    for shard in sorted(set(places.values())):
+        if not (index.parent / shard).is_file():
+            raise RequestError(f"{index} names the shard {shard}, which does not lie beside it")
+        state |= read_state(index.parent / shard)
+    missing = sorted(set(places) - set(state))
+    if missing or not state:
+        raise RequestError(
+            f"{index} names {len(places)} keys, and its shards lack {len(missing)} of them: "
+            f"{', '.join(missing[:8])}"
+        )
+    return state
+
+
+def _is_torchscript(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())

