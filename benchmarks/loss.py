@@ -3,9 +3,10 @@
     python benchmarks/loss.py [--rounds 5] [--threads 2] [--out benchmarks/results/NAME.txt]
 
 Memory: each loss runs once in a process of its own; its peak is the growth of that process's
-`ru_maxrss` (Linux, KiB) over forward and backward, features excluded, gradients included. The
-plain loss is measured at 8,192 rows and counted 16-fold for 32,768, where a matrix of logits has
-16 times the elements; the tiled one is measured at both.
+largest resident set (Linux: VmHWM; `ru_maxrss` would start at the parent's) over forward and
+backward, features excluded, gradients included. The plain loss is measured at 8,192 rows and
+counted 16-fold for 32,768, where a matrix of logits has 16 times the elements; the tiled one is
+measured at both.
 
 Time: at 8,192 rows; in each round every loss runs once, in an order that rotates, so a slow moment
 of a shared machine meets them alike. Ratios are taken within a round, of wall-clock time and of
@@ -18,7 +19,6 @@ import argparse
 import datetime
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -79,14 +79,24 @@ def peak(name: str, n: int) -> float:
     """MiB that one forward and backward add to this process; call it in a fresh one."""
     f = features(n)
     run(name, features(64))  # libraries and thread pools are not the loss's
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = largest_resident_set()
     run(name, f)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return largest_resident_set() - before
+
+
+def largest_resident_set() -> float:
+    """Of this process so far, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024  # given in KiB
+    raise SystemExit("no VmHWM in /proc/self/status: this benchmark needs Linux")
 
 
 def peak_elsewhere(name: str, n: int, threads: int) -> float:
     command = [sys.executable, __file__, "--peak", name, str(n), "--threads", str(threads)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(f"{name} at {n:,}: {float(out):,.0f} MiB", file=sys.stderr)
+    return float(out)
 
 
 def processor() -> str:
@@ -112,6 +122,12 @@ def main() -> None:
         print(peak(args.peak[0], int(args.peak[1])))
         return
 
+    memory = {name: peak_elsewhere(name, PLAIN_ROWS, args.threads) for name in CONTESTANTS}
+    memory_at_rows = {
+        name: 16 * memory[name] if name in PLAIN else peak_elsewhere(name, ROWS, args.threads)
+        for name in CONTESTANTS
+    }
+
     f = features(PLAIN_ROWS)
     wall: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     busy: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
@@ -122,13 +138,7 @@ def main() -> None:
             results[name] = run(name, f)
             wall[name].append(time.perf_counter() - start)
             busy[name].append(time.process_time() - start_busy)
-    memory = {
-        name: (
-            peak_elsewhere(name, PLAIN_ROWS, args.threads),
-            None if name in PLAIN else peak_elsewhere(name, ROWS, args.threads),
-        )
-        for name in names
-    }
+        print(f"round {i + 1} of {args.rounds}", file=sys.stderr)
 
     def of_peer(name: str, times: dict[str, list[float]]) -> float:
         peer = PEERS.get(name.removeprefix("pennyclip "), "open_clip ClipLoss")
@@ -145,10 +155,10 @@ def main() -> None:
         f"{'of peer: wall':>15}{'processor':>11}",
     ]
     for name in names:
-        small, large = memory[name]
-        at_large = f"({16 * small:,.0f})" if large is None else f"{large:,.0f}"
+        at_rows = f"{memory_at_rows[name]:,.0f}"
+        at_rows = f"({at_rows})" if name in PLAIN else at_rows
         lines.append(
-            f"{name:26}{small:20,.0f}{at_large:>14}{statistics.median(wall[name]):10.2f}"
+            f"{name:26}{memory[name]:20,.0f}{at_rows:>14}{statistics.median(wall[name]):10.2f}"
             f"{min(wall[name]):8.2f}{of_peer(name, wall):15.2f}{of_peer(name, busy):11.2f}"
         )
     lines.append("(in brackets: 16 times the peak at 8,192)")
@@ -159,7 +169,7 @@ def main() -> None:
             float((a - b).abs().max() / b.abs().max())
             for a, b in zip(results[name][1:], results[peer][1:], strict=True)
         ]
-        share = (memory[name][1] or 0) / (16 * memory[peer][0])
+        share = memory_at_rows[name] / memory_at_rows[peer]
         lines.append(verdict(f"{ours}, share of the plain memory at 32,768", share, MEMORY_MARK))
         lines.append(verdict(f"{ours}, share of the plain time", of_peer(name, wall), TIME_MARK))
         lines.append(verdict(f"{ours}, gradients' relative error", max(errors), GRADIENT_MARK))

@@ -7,6 +7,9 @@ transformer (512 wide, 12 layers, 49,408 tokens, context 77). All optimizers upd
 parameters with the same gradients; in each round each takes one step, in an order that rotates, so
 a slow moment of a shared machine meets them alike. Ratios are taken within a round.
 
+On a machine that others use too, set OMP_WAIT_POLICY=PASSIVE: otherwise threads that spin for a
+preempted one make every multi-threaded time meaningless (tens of seconds a step were seen).
+
 Marks: pennyclip uncompiled at most 1.05 times timm's multi-tensor LAMB, compiled at most 0.5 times.
 """
 
@@ -117,7 +120,8 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if args.device == "cuda" else processor()
     lines = [
         f"{datetime.date.today()}  {machine}, {args.threads} of {os.cpu_count()} cores, load "
-        f"{load:.1f} before and {os.getloadavg()[0]:.1f} after; torch {torch.__version__}, timm {timm.__version__}",
+        f"{load:.1f} before and {os.getloadavg()[0]:.1f} after",
+        f"torch {torch.__version__}, timm {timm.__version__}",
         f"{size / 1e6:.1f} M parameters in {len(params)} tensors, float32; {args.rounds} rounds",
         "",
         f"{'':26}{'seconds: median':>16}{'quartiles':>16}{'best':>8}"

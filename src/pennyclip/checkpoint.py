@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pennyclip.atomic import remove, replacing
@@ -109,8 +110,11 @@ def save(
         state = {
             name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()
         }
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        torch.save(dict(trainer), folder / "trainer.pt")
+        try:
+            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+            torch.save(dict(trainer), folder / "trainer.pt")
+        except (SafetensorError, RuntimeError) as error:  # what they make of a full disk
+            raise OSError(str(error)) from error
         if text_folder is not None:
             for name in TEXT_FILES:
                 if (text_folder / name).is_file():

@@ -186,8 +186,8 @@ class Evaluation:
     split: str = "dev"
     """Subset of the dataset that chooses; a report's own numbers come from another."""
     every_epochs: float = 1.0
-    chunk: int = 256
-    """Images or captions encoded at a time."""
+    chunk: int = 32
+    """Images or captions encoded at a time. On CPUs, small chunks stay in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pennyclip.data.loader import fit_square
 from pennyclip.data.text import ClipTokenizer, JsonTokenizer, Tokenizer, pad, truncate
 from pennyclip.model.clip import CLIP
 
-CHUNK = 128  # inputs encoded at a time. chosen: fits every device that can train
+CHUNK = 32  # inputs encoded at a time. chosen: fits every device, and a CPU's cache
 
 
 def make_tokenizer(config: Model, folder: Path | None) -> Tokenizer:

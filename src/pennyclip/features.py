@@ -60,11 +60,11 @@ def image_features(
     about = model.config.image
     name = fingerprint(tower.trunk, dataset.fingerprint, about.name, size, about.mean, about.std)
 
-    def compute() -> Iterator[Tensor]:
+    def compute() -> Iterator[tuple[I64, Tensor]]:
         for start in range(0, len(dataset), chunk):
             rows = np.arange(start, min(start + chunk, len(dataset)))
             images = load_images(dataset, rows, size)
-            yield tower.features(images.to(tower.mean.device))
+            yield rows, tower.features(images.to(tower.mean.device))
             progress("image features", int(rows[-1]) + 1, len(dataset))
 
     return _stored(dataset, name, len(dataset), compute)
@@ -73,10 +73,10 @@ def image_features(
 def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progress) -> Store:
     """[rows, D] the image tower's unit-norm embeddings of every row, cached likewise."""
 
-    def compute() -> Iterator[Tensor]:
+    def compute() -> Iterator[tuple[I64, Tensor]]:
         for start in range(0, len(dataset), chunk):
             rows = np.arange(start, min(start + chunk, len(dataset)))
-            yield embed_images(model, dataset, rows, chunk)
+            yield rows, embed_images(model, dataset, rows, chunk)
             progress("image embeddings", int(rows[-1]) + 1, len(dataset))
 
     name = fingerprint(model.visual, dataset.fingerprint, model.config.image)
@@ -94,34 +94,38 @@ def text_features(
     )
     device = model.logit_scale.device
 
-    def compute() -> Iterator[Tensor]:
+    # Captions of like length together: hardly any padding.
+    order = np.argsort(np.diff(tokens.starts), kind="stable")
+
+    def compute() -> Iterator[tuple[I64, Tensor]]:
         for start in range(0, total, chunk):
-            numbers = np.arange(start, min(start + chunk, total))
+            numbers = order[start : start + chunk]
             ids, lengths = tokens.batch(numbers, length)
-            yield tower.features(
-                torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
+            yield (
+                numbers,
+                tower.features(
+                    torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
+                ),
             )
-            progress("text features", int(numbers[-1]) + 1, total)
+            progress("text features", start + len(numbers), total)
 
     return _stored(dataset, name, total, compute)
 
 
 @torch.no_grad()
 def _stored(
-    dataset: Dataset, name: str, count: int, compute: Callable[[], Iterator[Tensor]]
+    dataset: Dataset, name: str, count: int, compute: Callable[[], Iterator[tuple[I64, Tensor]]]
 ) -> Store:
     final = dataset.path / "embeddings" / name / "features.npy"
     if not final.is_file():
         with replacing(final) as partial:
             out: np.memmap[Any, np.dtype[np.float16]] | None = None
-            done = 0
-            for part in compute():
+            for places, part in compute():
                 values = part.float().cpu().numpy()
                 if out is None:
                     shape = (count, values.shape[1])
                     out = np.lib.format.open_memmap(partial, "w+", np.float16, shape)
-                out[done : done + len(values)] = values
-                done += len(values)
+                out[places] = values
             assert out is not None, "a dataset has at least one row"
             out.flush()
     return np.load(final, mmap_mode="r")
@@ -161,9 +165,12 @@ def embed_captions(
     model: CLIP, tokens: TokenStore, numbers: I64, chunk: int, store: Store | None = None
 ) -> Float[Tensor, "C D"]:
     """Text embeddings of some captions, by their numbers in the dataset."""
-    device, parts = model.logit_scale.device, []
+    device = model.logit_scale.device
+    order = np.argsort(np.diff(tokens.starts)[numbers], kind="stable")  # hardly any padding
+    out = torch.empty(len(numbers), model.config.embed_dim)
     for start in range(0, len(numbers), chunk):
-        some = numbers[start : start + chunk]
+        places = order[start : start + chunk]
+        some = numbers[places]
         if store is not None:
             features = torch.from_numpy(store[some].astype(np.float32)).to(device)
         else:
@@ -171,8 +178,8 @@ def embed_captions(
             features = model.text.features(
                 torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
             )
-        parts.append(F.normalize(model.text.project(features).float(), dim=-1).cpu())
-    return torch.cat(parts)
+        out[places] = F.normalize(model.text.project(features).float(), dim=-1).cpu()
+    return out
 
 
 def embed_rows(

@@ -25,15 +25,20 @@ TRUNKS = {
 
 def clip(name="test_vit", text=TEXT, folder=None, **image):
     size = timm.get_pretrained_cfg(name).input_size[-1]
-    return CLIP(Model(image=ImageTower(name=name, image_size=size, **image), text=text,
-                      embed_dim=8), folder)
+    return CLIP(
+        Model(image=ImageTower(name=name, image_size=size, **image), text=text, embed_dim=8), folder
+    )
 
 
 @pytest.fixture
 def bert(tmp_path):
     transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=16,
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
     ).save_pretrained(tmp_path)
     return TransformersText(name="tiny", context_length=8), tmp_path
 

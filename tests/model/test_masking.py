@@ -62,8 +62,7 @@ def test_kept_tokens_come_out_as_if_the_others_were_hidden(token_tower):
     states = trunk.forward_features(x, attn_mask=visible[:, None, None, :])
     kept = torch.stack([row[shown] for row, shown in zip(states, visible, strict=True)])
     expected = trunk.forward_head(kept, pre_logits=True)
-    torch.testing.assert_close(token_tower.features(images(), keep), expected,
-                               atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(token_tower.features(images(), keep), expected, atol=2e-5, rtol=1e-4)
     unmasked = token_tower.features(images())
     assert (unmasked - expected).abs().max() > 1e-2
 

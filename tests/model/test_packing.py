@@ -50,7 +50,9 @@ def test_the_stream_holds_the_real_tokens_in_order():
     tokens, lengths = captions([2, 4, 1], 4)
     layout = packed(tokens, lengths)
     assert layout.pack(tokens).tolist() == [
-        *tokens[0, :2].tolist(), *tokens[1].tolist(), tokens[2, 0].item()
+        *tokens[0, :2].tolist(),
+        *tokens[1].tolist(),
+        tokens[2, 0].item(),
     ]
     assert layout.starts.tolist() == [0, 2, 6, 7]
     assert layout.ends.tolist() == [1, 5, 6]

@@ -23,19 +23,35 @@ TIMM_NAMES = {
 }
 # From OpenAI's and open_clip's names for a ViT to timm's, in this order.
 VIT_NAMES = {
-    "class_embedding": "cls_token", "positional_embedding": "pos_embed",
-    "conv1": "patch_embed.proj", "ln_pre": "norm_pre", "ln_post": "norm",
-    "transformer.resblocks": "blocks", "ln_": "norm", "in_proj_": "qkv.", "out_proj": "proj",
-    "c_fc": "fc1", "c_proj": "fc2",
+    "class_embedding": "cls_token",
+    "positional_embedding": "pos_embed",
+    "conv1": "patch_embed.proj",
+    "ln_pre": "norm_pre",
+    "ln_post": "norm",
+    "transformer.resblocks": "blocks",
+    "ln_": "norm",
+    "in_proj_": "qkv.",
+    "out_proj": "proj",
+    "c_fc": "fc1",
+    "c_proj": "fc2",
 }
 # From transformers' names to open_clip's, in this order.
 TRANSFORMERS_NAMES = {
-    "text_model.": "", "vision_model.": "visual.", "embeddings.": "",
+    "text_model.": "",
+    "vision_model.": "visual.",
+    "embeddings.": "",
     "position_embedding.weight": "positional_embedding",
-    "patch_embedding": "conv1", "final_layer_norm": "ln_final", "pre_layrnorm": "ln_pre",
-    "post_layernorm": "ln_post", "layer_norm": "ln_", "encoder.layers": "transformer.resblocks",
-    "self_attn": "attn", "fc1": "c_fc", "fc2": "c_proj",
-    "text_projection.weight": "text_projection", "visual_projection.weight": "visual.proj",
+    "patch_embedding": "conv1",
+    "final_layer_norm": "ln_final",
+    "pre_layrnorm": "ln_pre",
+    "post_layernorm": "ln_post",
+    "layer_norm": "ln_",
+    "encoder.layers": "transformer.resblocks",
+    "self_attn": "attn",
+    "fc1": "c_fc",
+    "fc2": "c_proj",
+    "text_projection.weight": "text_projection",
+    "visual_projection.weight": "visual.proj",
 }
 
 
@@ -56,7 +72,11 @@ def ours(activation, monkeypatch):
     small = {"embed_dim": WIDTH, "depth": 3, "num_heads": 2, "patch_size": 8}
     monkeypatch.setattr(timm, "create_model", partial(timm.create_model, **small))
     text = ClipText(
-        width=WIDTH, layers=3, heads=2, context_length=CONTEXT, vocab_size=VOCABULARY,
+        width=WIDTH,
+        layers=3,
+        heads=2,
+        context_length=CONTEXT,
+        vocab_size=VOCABULARY,
         activation=activation,
     )
     image = ImageTower(name=TIMM_NAMES[activation], image_size=32)
@@ -124,10 +144,12 @@ def test_towers_equal_open_clip(ours, activation):
     peer = randomise(
         open_clip.CLIP(
             DIM,
-            open_clip.CLIPVisionCfg(layers=3, width=WIDTH, head_width=16, patch_size=8,
-                                    image_size=32),
-            open_clip.CLIPTextCfg(context_length=CONTEXT, vocab_size=VOCABULARY, width=WIDTH,
-                                  heads=2, layers=3),
+            open_clip.CLIPVisionCfg(
+                layers=3, width=WIDTH, head_width=16, patch_size=8, image_size=32
+            ),
+            open_clip.CLIPTextCfg(
+                context_length=CONTEXT, vocab_size=VOCABULARY, width=WIDTH, heads=2, layers=3
+            ),
             quick_gelu=activation == "quick_gelu",
         )
     )
@@ -142,13 +164,21 @@ def test_towers_equal_open_clip(ours, activation):
 @torch.no_grad()
 def test_towers_equal_transformers_clip_model(ours, activation):
     shape = {
-        "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "hidden_act": activation, "projection_dim": DIM,
+        "hidden_size": WIDTH,
+        "intermediate_size": 4 * WIDTH,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "hidden_act": activation,
+        "projection_dim": DIM,
     }
     config = transformers.CLIPConfig(
         text_config={
-            **shape, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT,
-            "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0,
+            **shape,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": CONTEXT,
+            "bos_token_id": 1,
+            "eos_token_id": END,
+            "pad_token_id": 0,
         },
         vision_config={**shape, "image_size": 32, "patch_size": 8},
         projection_dim=DIM,
@@ -181,12 +211,18 @@ def embedding(output):
 @torch.no_grad()
 def test_transformers_text_tower_equals_open_clips(head, tmp_path):
     transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=CONTEXT, pad_token_id=0,
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
     ).save_pretrained(tmp_path)
     peer = randomise(
-        HFTextEncoder(str(tmp_path), DIM, pooler_type="mean_pooler", proj_type=head,
-                      pretrained=False)
+        HFTextEncoder(
+            str(tmp_path), DIM, pooler_type="mean_pooler", proj_type=head, pretrained=False
+        )
     )
     config = TransformersText(name="tiny", head=head, context_length=CONTEXT)
     ours = TransformersTextTower(config, DIM, tmp_path).eval()
@@ -203,8 +239,10 @@ def test_transformers_text_tower_equals_open_clips(head, tmp_path):
 def test_a_caption_may_contain_the_padding_id():
     """With id 0 inside, the tower differs from one that would stop there, and ignores the rest."""
     tower = randomise(
-        ClipTextTower(ClipText(width=WIDTH, layers=2, heads=2, context_length=CONTEXT,
-                               vocab_size=VOCABULARY), DIM)
+        ClipTextTower(
+            ClipText(width=WIDTH, layers=2, heads=2, context_length=CONTEXT, vocab_size=VOCABULARY),
+            DIM,
+        )
     )
     tokens, lengths = captions()
     changed = tokens.clone()

@@ -1,5 +1,6 @@
 """Loading real small towers: resampling in place, the report's numbers, packaged weights."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,10 @@ def test_the_report_counts_by_layer(eva_file: Path) -> None:
     assert "visual.head.proj.weight: starts from random" in text
     assert "mlp: SwiGLU, fused" in text
     assert "100.0%" in text
-    assert match.summary()["share"] == 1.0
+    summary = match.summary()
+    assert (summary["share"], summary["new"], summary["dropped"]) == (1.0, 1, 0)
+    assert summary["architecture"]["mlp"] == "SwiGLU, fused"
+    json.dumps(summary)  # for the run's metrics
     tree = match.tree()
     assert len(tree["matched"]) == len(torch.load(eva_file, weights_only=True))
 

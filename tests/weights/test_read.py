@@ -49,6 +49,14 @@ def test_a_folder_is_searched_for_the_safest_container(tmp_path: Path) -> None:
     assert file.name == f"{tmp_path.name}/model.safetensors"
 
 
+def test_a_file_with_a_models_usual_name_is_described_by_its_folder(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "other.safetensors"):
+        save_file(TENSORS, tmp_path / name)
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    assert read_weights(tmp_path / "model.safetensors").json("config.json")["model_type"] == "clip"
+    assert read_weights(tmp_path / "other.safetensors").json("config.json") == {}
+
+
 def test_a_folder_without_weights_names_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(RequestError, match=r"found checkpoints\. Of a run's folder"):

@@ -56,36 +56,55 @@ def softmax_loss(
     return loss, {"accuracy": accuracy, "candidates": float(len(f.all_image))}
 
 
+class _Seen:
+    """Log-sum-exp and maximum of the logits that each query has met so far."""
+
+    def __init__(self, first: Float[Tensor, " N"]) -> None:
+        self.sum, self.top = first.clone(), first.clone()
+
+    def add(self, at: slice, logits: Float[Tensor, "n m"]) -> None:
+        """Take in more logits of the queries `at`."""
+        top = logits.amax(1)
+        shift = top.clamp(min=torch.finfo(top.dtype).min)  # finite where all are -inf
+        total = (logits - shift[:, None]).exp_().sum(1).log_().add_(shift)
+        self.sum[at] = torch.logaddexp(self.sum[at], total)
+        self.top[at] = torch.maximum(self.top[at], top)
+
+
 class _Direction:
-    """One softmax a query, over candidates that come tile by tile."""
+    """One softmax a query, over candidates that come tile by tile.
+
+    A tile comes as its `parts`: the negatives' logits and, where positives are groups, the
+    positives' logits, the rest of each at -inf.
+    """
 
     def __init__(self, own: Float[Tensor, " N"], by_group: bool) -> None:
         """Start with each query's own partner as its positive, or with none (`by_group`)."""
         nothing = torch.full_like(own, -torch.inf)
-        first = nothing if by_group else own
-        self.by_group = by_group
-        self.negatives, self.hardest = nothing.clone(), nothing.clone()
-        self.positives, self.best = first.clone(), first.clone()
+        self.negatives, self.positives = _Seen(nothing), _Seen(nothing if by_group else own)
 
-    def see(self, at: slice, logits: Float[Tensor, "n m"], same: Bool[Tensor, "n m"]) -> None:
-        """Take in the logits of the queries `at`; `same`: which are of one group."""
-        others = logits.masked_fill(same, -torch.inf)
-        self.negatives[at] = torch.logaddexp(self.negatives[at], others.logsumexp(1))
-        self.hardest[at] = torch.maximum(self.hardest[at], others.amax(1))
-        if self.by_group:
-            group = logits.masked_fill(~same, -torch.inf)
-            self.positives[at] = torch.logaddexp(self.positives[at], group.logsumexp(1))
-            self.best[at] = torch.maximum(self.best[at], group.amax(1))
+    def see(self, at: slice, parts: list[Float[Tensor, "n m"]]) -> None:
+        for seen, logits in zip((self.negatives, self.positives), parts, strict=False):
+            seen.add(at, logits)
 
-    def slopes(
-        self, at: slice, logits: Float[Tensor, "n m"], same: Bool[Tensor, "n m"]
-    ) -> Float[Tensor, "n m"]:
-        """Derivatives by these logits, once all were seen; own partners are left to the caller."""
-        total = torch.logaddexp(self.negatives[at], self.positives[at])[:, None]
-        if not self.by_group:
-            return (logits.masked_fill(same, -torch.inf) - total).exp_()
-        group = logits.masked_fill(~same, -torch.inf)
-        return (logits - total).exp_() - (group - self.positives[at, None]).exp_()
+    def slopes(self, at: slice, parts: list[Float[Tensor, "n m"]]) -> Float[Tensor, "n m"]:
+        """Derivatives by a tile's logits once all were seen; own partners are not in it."""
+        positives = self.positives.sum[at]
+        total = torch.logaddexp(self.negatives.sum[at], positives)
+        out = (parts[0] - total[:, None]).exp_()
+        for group in parts[1:]:
+            out += (group - total[:, None]).exp_()
+            out -= (group - positives[:, None]).exp_()
+        return out
+
+
+def _parts(
+    logits: Float[Tensor, "n m"], same: Bool[Tensor, "n m"], by_group: bool
+) -> list[Float[Tensor, "n m"]]:
+    """What a `_Direction` takes, from the logits of a tile, which are overwritten."""
+    if not by_group:
+        return [logits.masked_fill_(same, -torch.inf)]
+    return [logits.masked_fill(same, -torch.inf), logits.masked_fill_(~same, -torch.inf)]
 
 
 @torch.no_grad()
@@ -110,17 +129,19 @@ def _contrast(
     directions = [_Direction(own_logits, by_group) for _ in range(1 + both)]
 
     for r, c, logits, same in tiles(scaled, candidates, groups[own], groups):
-        directions[0].see(r, logits, same)
+        parts = _parts(logits, same, by_group)
+        directions[0].see(r, parts)
         if both:
-            directions[1].see(c, logits.T, same.T)
-    gaps = torch.stack([d.negatives - d.positives for d in directions])
-    leads = torch.stack([d.best - d.hardest for d in directions])
+            directions[1].see(c, [part.T for part in parts])
+    gaps = torch.stack([d.negatives.sum - d.positives.sum for d in directions])
+    leads = torch.stack([d.positives.top - d.negatives.top for d in directions])
 
     by_queries, by_candidates = torch.zeros_like(queries), torch.zeros_like(candidates)
     for r, c, logits, same in tiles(scaled, candidates, groups[own], groups):
-        slopes = directions[0].slopes(r, logits, same)
+        parts = _parts(logits, same, by_group)
+        slopes = directions[0].slopes(r, parts)
         if both:
-            slopes += directions[1].slopes(c, logits.T, same.T).T
+            slopes += directions[1].slopes(c, [part.T for part in parts]).T
         by_queries[r].addmm_(slopes, candidates[c])
         by_candidates[c].addmm_(slopes.T, queries[r])
     if not by_group:

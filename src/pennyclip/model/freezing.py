@@ -25,7 +25,7 @@ def freeze(model: CLIP, image_layers: Depth, text_layers: Depth) -> None:
         (model.text, text_layers, "text_layers"),
     ):
         layers = tower.layers()
-        learning = {"all": len(layers), "none": 0}.get(depth, depth)  # type: ignore[call-overload]
+        learning = len(layers) if depth == "all" else 0 if depth == "none" else depth
         if not 0 <= learning <= len(layers):
             raise RequestError(f"{name} = {depth}: this tower has {len(layers)} layers")
         for number, names in enumerate(layers):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pennyclip.config import ImageTower as ImageConfig
 from pennyclip.errors import RequestError
 from pennyclip.model.activation import activation_of, set_activation
-from pennyclip.model.masking import install_selection
+from pennyclip.model.attention import attention_context
+from pennyclip.model.masking import install_selection, selecting
 
 
 class ImageTower(nn.Module):
@@ -48,9 +49,7 @@ class ImageTower(nn.Module):
         self.image_size = config.image_size
         mean = config.mean or tuple(self.trunk.pretrained_cfg["mean"])
         std = config.std or tuple(self.trunk.pretrained_cfg["std"])
-        self.config = replace(
-            config, mean=mean, std=std, activation=activation_of(self.trunk)
-        )
+        self.config = replace(config, mean=mean, std=std, activation=activation_of(self.trunk))
         # Of the uint8 values, so that one subtraction and one division normalise a batch.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
@@ -94,15 +93,11 @@ class ImageTower(nn.Module):
             keep: patches that each image keeps (`masking.keep_indices`), in training only; unset:
                 all of them.
         """
-        if keep is None:
+        if keep is not None:
+            assert self.training, "images are never masked in evaluation"
+            assert self.selection is not None, "patches() has refused this tower"
+        with selecting(self.selection, keep), attention_context(images):
             return self.trunk(self.normalize(images))
-        assert self.training, "images are never masked in evaluation"
-        assert self.selection is not None, "patches() has refused this tower"
-        self.selection.keep = keep
-        try:
-            return self.trunk(self.normalize(images))
-        finally:
-            self.selection.keep = None
 
     def project(self, features: Float[Tensor, "B W"]) -> Float[Tensor, "B D"]:
         return self.head(features)

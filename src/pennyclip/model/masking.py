@@ -4,6 +4,9 @@ Dropped patches leave the sequence after the position embedding and before the f
 blocks do no work on them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
@@ -83,3 +86,18 @@ def install_selection(trunk: nn.Module) -> PatchSelection | None:
     selection = PatchSelection(trunk.num_prefix_tokens, isinstance(trunk, Eva))
     trunk.patch_drop = selection
     return selection
+
+
+@contextmanager
+def selecting(
+    selection: PatchSelection | None, keep: Int64[Tensor, "B K"] | None
+) -> Iterator[None]:
+    """A forward pass inside keeps these patches of each image; None: all of them."""
+    if selection is None or keep is None:
+        yield
+        return
+    selection.keep = keep
+    try:
+        yield
+    finally:
+        selection.keep = None

@@ -7,6 +7,7 @@ GPUs; elsewhere the stream is padded inside attention only.
 Shapes: B captions, L padded length, T tokens in the stream, H heads, C channels of a head.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-try:  # torch >= 2.10
-    from torch.nn.attention.varlen import varlen_attn
+try:
+    from torch.nn.attention import varlen
+
+    # Older versions of torch know no window, and so no causal attention of this kind.
+    HAS_VARLEN = "window_size" in inspect.signature(varlen.varlen_attn).parameters
 except ImportError:
-    varlen_attn = None
+    HAS_VARLEN = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Layout:
         """The stream [T, ...] to [B, L, ...], zero where there is no token."""
         if self.places is not None:
             x = x.new_zeros(self.captions * self.length, *x.shape[1:]).index_copy(0, self.places, x)
-        return x.unflatten(0, (self.captions, self.length))
+        return x.view(self.captions, self.length, *x.shape[1:])
 
 
 def packed(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout:
@@ -73,10 +77,11 @@ def causal_attention(qkv: Float[Tensor, "T 3 H C"], layout: Layout) -> Float[Ten
     """Each token attends to itself and the earlier ones of its caption."""
     if _variable_length(qkv) and layout.places is not None:
         q, k, v = qkv.unbind(1)
-        return varlen_attn(
-            q, k, v, layout.starts, layout.starts, layout.length, layout.length,
-            window_size=(-1, 0),  # everything before, nothing after
-        )
+        starts, longest = layout.starts, layout.length
+        # The window: everything before, nothing after.
+        result = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+        assert isinstance(result, Tensor)
+        return result
     q, k, v = layout.pad(qkv).permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return layout.pack(out.transpose(1, 2))
@@ -84,4 +89,4 @@ def causal_attention(qkv: Float[Tensor, "T 3 H C"], layout: Layout) -> Float[Ten
 
 def _variable_length(x: Tensor) -> bool:
     """Whether torch's kernel exists for it: on CUDA, 16 bits only."""
-    return varlen_attn is not None and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
+    return HAS_VARLEN and x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from pennyclip.config import ClipText
+from pennyclip.model.attention import attention_context
 from pennyclip.model.packing import Layout, causal_attention, packed, padded
 
 
@@ -45,7 +46,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
         qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-        out = causal_attention(qkv.unflatten(1, (3, self.heads, -1)), layout)
+        out = causal_attention(qkv.view(*x.shape[:1], 3, self.heads, -1), layout)
         return self.out_proj(out.flatten(1))
 
 
@@ -53,7 +54,8 @@ class FullAttention(CausalAttention):
     """Multi-head self-attention in which a token sees its whole caption, padding too (SigLIP)."""
 
     def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).view(len(x), 3, self.heads, -1)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+        qkv = qkv.view(*x.shape[:1], 3, self.heads, -1)
         q, k, v = layout.pad(qkv).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v)
         return self.out_proj(layout.pack(out.transpose(1, 2)).flatten(1))
@@ -82,6 +84,19 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Transformer(nn.Module):
+    """The blocks, one after the other."""
+
+    def __init__(self, config: ClipText) -> None:
+        super().__init__()
+        self.resblocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+
+    def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
+        for block in self.resblocks:
+            x = block(x, layout)
+        return x
+
+
 class ClipTextTower(nn.Module):
     """Token ids to embeddings; `forward` is `project` of `features`."""
 
@@ -96,8 +111,7 @@ class ClipTextTower(nn.Module):
             self.pad_id = SIGLIP_PAD_ID if config.pad_id is None else config.pad_id
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.positional_embedding = nn.Parameter(torch.empty(config.context_length, config.width))
-        self.transformer = nn.Module()
-        self.transformer.resblocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.transformer = Transformer(config)
         self.ln_final = nn.LayerNorm(config.width, NORM_EPS[config.family])
         self.text_projection: nn.Parameter | nn.Linear
         if config.family == "clip":
@@ -111,11 +125,15 @@ class ClipTextTower(nn.Module):
         proj_std = config.width**-0.5 * (2 * config.layers) ** -0.5
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.positional_embedding, std=0.01)
+        stds = {
+            "attn.in_proj_weight": config.width**-0.5,
+            "attn.out_proj.weight": proj_std,
+            "mlp.c_fc.weight": (2 * config.width) ** -0.5,
+            "mlp.c_proj.weight": proj_std,
+        }
         for block in self.transformer.resblocks:
-            nn.init.normal_(block.attn.in_proj_weight, std=config.width**-0.5)
-            nn.init.normal_(block.attn.out_proj.weight, std=proj_std)
-            nn.init.normal_(block.mlp.c_fc.weight, std=(2 * config.width) ** -0.5)
-            nn.init.normal_(block.mlp.c_proj.weight, std=proj_std)
+            for name, std in stds.items():
+                nn.init.normal_(block.get_parameter(name), std=std)
         head = self.text_projection
         matrix = head.weight if isinstance(head, nn.Linear) else head
         nn.init.normal_(matrix, std=config.width**-0.5)
@@ -134,8 +152,8 @@ class ClipTextTower(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.token_embedding(layout.pack(tokens))
         x = x + F.embedding(layout.pack(positions), self.positional_embedding)
-        for block in self.transformer.resblocks:
-            x = block(x, layout)
+        with attention_context(tokens):
+            x = self.transformer(x, layout)
         return self.ln_final(x[layout.ends])
 
     def _fill_up(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pennyclip.config import TransformersText
 from pennyclip.errors import RequestError
+from pennyclip.model.attention import attention_context
 
 
 def transformers_projection(head: str, width: int, embed_dim: int) -> nn.Module:
@@ -38,16 +39,16 @@ class TransformersTextTower(nn.Module):
         self.context_length = config.context_length
         self.pool = config.pool
         self.transformer = AutoModel.from_config(self.encoder_config, add_pooling_layer=False)
-        self.proj = transformers_projection(
-            config.head, self.encoder_config.hidden_size, embed_dim
-        )
+        self.proj = transformers_projection(config.head, self.encoder_config.hidden_size, embed_dim)
 
     def features(
         self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]
     ) -> Float[Tensor, "B W"]:
         """The encoder's output, pooled over the real tokens."""
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        states = self.transformer(input_ids=tokens, attention_mask=real.long()).last_hidden_state
+        with attention_context(tokens):
+            output = self.transformer(input_ids=tokens, attention_mask=real.long())
+        states = output.last_hidden_state
         if self.pool == "cls":
             return states[:, 0]
         return (states * real[:, :, None]).sum(1) / lengths[:, None]

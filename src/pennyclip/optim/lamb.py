@@ -35,14 +35,15 @@ from pennyclip.optim.lamb_passes import (
     COMPILED_MIN,
     CPU_PIECE,
     DEVICE_BATCH,
-    Apply,
     Batch,
     Entry,
+    First,
     Rule,
     Shard,
     compiled_first_pass,
     first_pass,
     pieces,
+    second_pass,
 )
 
 Variant = Literal["paper", "nvlamb", "eva"]
@@ -67,8 +68,9 @@ class Lamb(torch.optim.Optimizer):
         stochastic_rounding: round bf16 parameters up or down with the probability that keeps the
             mean, since pure bf16 loses updates below about 1/256 of a weight.
         seed: of the rounding noise, a pure function of (seed, step, parameter), so resume replays.
-        compile: run both passes through torch.compile. The first step compiles (seconds to a
-            minute); a compiler's failure is raised, never replaced by the uncompiled passes.
+        compile: put the first pass over each large tensor through torch.compile (measured on CPU
+            only, benchmarks/optimizer.py). The first step compiles, seconds to a minute; a
+            compiler's failure is raised, never replaced by the uncompiled pass.
 
     Raises:
         ValueError: a value outside its range, or an option that would have no effect.
@@ -94,6 +96,7 @@ class Lamb(torch.optim.Optimizer):
             raise ValueError(f"always_adapt belongs to 'nvlamb'; {variant!r} adapts every tensor")
         self._settings = (variant, always_adapt, stochastic_rounding, seed, compile)
         self._last_ratios: list[tuple[list[str], Tensor]] = []
+        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
         if stochastic_rounding and torch.bfloat16 not in dtypes:
@@ -122,19 +125,22 @@ class Lamb(torch.optim.Optimizer):
         batches = list(self._batches())
         clip = _inverse_global_norm(batches) if self._settings[0] == "nvlamb" else None
         self._last_ratios = []
-        waiting: defaultdict[Shard, list[tuple[Batch, Tensor, Apply]]] = defaultdict(list)
+        waiting: defaultdict[Shard, list[tuple[Batch, First]]] = defaultdict(list)
         for batch in batches:
-            run = compiled_first_pass if batch.compiled else first_pass
-            squares, apply = run(batch, clip)
-            if batch.shard is None:  # at once, while the tensors are still in the cache
-                self._second_pass(batch, squares, apply)
+            if batch.compiled:
+                first = compiled_first_pass(batch, clip, self._scratch_for(batch))
             else:
-                waiting[batch.shard].append((batch, squares, apply))
+                first = first_pass(batch, clip)
+            if batch.shard is None:  # at once, while the tensors are still in the cache
+                self._second_pass(batch, first, first.squares)
+            else:
+                waiting[batch.shard].append((batch, first))
         for shard, firsts in waiting.items():
-            total = _all_reduce(torch.cat([squares for _, squares, _ in firsts], dim=1), shard)
-            parts = torch.split(total, [squares.shape[1] for _, squares, _ in firsts], dim=1)
-            for (batch, _, apply), squares in zip(firsts, parts, strict=True):
-                self._second_pass(batch, squares, apply)
+            vectors = [first.squares for _, first in firsts]
+            total = _all_reduce(torch.cat(vectors, dim=1), shard)
+            parts = torch.split(total, [len(batch.entries) for batch, _ in firsts], dim=1)
+            for (batch, first), squares in zip(firsts, parts, strict=True):
+                self._second_pass(batch, first, squares)
         return loss
 
     def trust_ratios(self) -> dict[str, float]:
@@ -162,10 +168,10 @@ class Lamb(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # For deepcopy and pickle: torch's own leaves every other attribute out.
-        own = {key: self.__dict__[key] for key in ("_settings", "_last_ratios")}
+        own = {"_settings": self._settings, "_last_ratios": self._last_ratios, "_scratch": {}}
         return {**super().__getstate__(), **own}
 
-    def _second_pass(self, batch: Batch, squares: Tensor, apply: Apply) -> None:
+    def _second_pass(self, batch: Batch, first: First, squares: Tensor) -> None:
         """Turn the squared norms of p and u, [2, n], into ratios and move p."""
         p_norm, u_norm = squares.sqrt().unbind()
         if batch.adapt:
@@ -176,7 +182,18 @@ class Lamb(torch.optim.Optimizer):
         else:
             ratio = torch.ones_like(p_norm)
         self._last_ratios.append(([entry.name for entry in batch.entries], ratio))
-        apply(ratio * -batch.rule.step_scale)
+        second_pass(batch, first, ratio * -batch.rule.step_scale)
+
+    def _scratch_for(self, batch: Batch) -> Tensor:
+        """Room for one tensor's update. It is kept, since fresh pages cost a fifth of a step."""
+        m = batch.entries[0].tensors[2]
+        if batch.shard is not None:  # many wait at once for the sums of the other ranks
+            return torch.empty_like(m)
+        scratch = self._scratch.get((m.device, m.dtype))
+        if scratch is None or scratch.numel() < m.numel():
+            scratch = torch.empty(m.numel(), dtype=m.dtype, device=m.device)
+            self._scratch[(m.device, m.dtype)] = scratch
+        return scratch[: m.numel()].view(m.shape)
 
     def _batches(self) -> Iterator[Batch]:
         variant, always_adapt, stochastic_rounding, seed, compile = self._settings
@@ -201,18 +218,18 @@ class Lamb(torch.optim.Optimizer):
                 noise_seed = _noise_seed(seed, step, number, shard) if rounded else None
                 tensors = _local(p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"])
                 key = (p.device, p.dtype, shard, i, step)
-                buckets[key].append(Entry(name, tensors, noise_seed))
+                buckets[key].append(Entry(name, p.numel(), tensors, noise_seed))
         for (device, _, shard, i, step), entries in buckets.items():
             group = self.param_groups[i]
             limit = CPU_PIECE if device.type == "cpu" else DEVICE_BATCH
             limit = COMPILED_MIN if compile else limit
-            for part in _consecutive(entries, limit):
+            for part in _parts(entries, limit):
                 yield Batch(
                     entries=part,
                     rule=_rule(variant, group, step),
                     adapt=variant != "nvlamb" or always_adapt or group["weight_decay"] > 0,
                     shard=shard,
-                    compiled=compile and part[0].numel > limit,
+                    compiled=compile and part[0].size > limit,
                 )
 
 
@@ -229,16 +246,19 @@ def _state_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def _consecutive(entries: list[Entry], limit: int) -> Iterator[list[Entry]]:
-    """Runs of at most `limit` elements; a larger tensor is a run by itself."""
+def _parts(entries: list[Entry], limit: int) -> Iterator[list[Entry]]:
+    """Each tensor of more than `limit` elements by itself, the others together up to `limit`."""
     run: list[Entry] = []
     size = 0
     for entry in entries:
-        if run and size + entry.numel > limit:
+        if entry.size > limit:
+            yield [entry]
+            continue
+        if size + entry.size > limit:
             yield run
             run, size = [], 0
         run.append(entry)
-        size += entry.numel
+        size += entry.size
     if run:
         yield run
 

@@ -1,11 +1,11 @@
-"""LAMB's two passes over memory, uncompiled (multi-tensor) and compiled (one kernel a pass).
+"""LAMB's two passes over memory, the first as multi-tensor operations or as one compiled kernel.
 
 The first updates the moments and returns the squared norms of p and of the update u; the second,
 given each tensor's factor, adds factor * u to p. What a ratio is stands in `lamb.py`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,12 +41,9 @@ class Entry(NamedTuple):
     """A tensor to update."""
 
     name: str
+    size: int  # elements of the whole tensor, so that all ranks form the same batches
     tensors: list[Tensor]  # parameter, gradient, exp_avg, exp_avg_sq: what this rank holds
     noise_seed: int | None  # of stochastic rounding
-
-    @property
-    def numel(self) -> int:
-        return self.tensors[0].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +57,12 @@ class Batch:
     compiled: bool
 
 
-# The second pass, given the factor of each tensor's update [n].
-Apply = Callable[[Tensor], None]
+class First(NamedTuple):
+    """What the first pass leaves for the second."""
+
+    squares: Tensor  # [2, n]: of each tensor, the squared norm of p and of u
+    params: list[Tensor]  # the tensors, or the pieces of the only one
+    updates: list[Tensor]  # u of each
 
 
 def pieces(tensor: Tensor) -> list[Tensor]:
@@ -71,13 +72,13 @@ def pieces(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def first_pass(batch: Batch, clip: Tensor | None) -> tuple[Tensor, Apply]:
-    """Update the moments; return the squared norms of p and u, [2, n], and the second pass."""
+def first_pass(batch: Batch, clip: Tensor | None) -> First:
+    """Update the moments; gradients are multiplied by `clip`."""
     rule, wide = batch.rule, batch.entries[0].tensors[2].dtype
     runs = [batch.entries]
     if len(batch.entries) == 1:
         split = (pieces(tensor) for tensor in batch.entries[0].tensors)
-        runs = [[Entry("", list(piece), None)] for piece in zip(*split, strict=True)]
+        runs = [[Entry("", 0, list(piece), None)] for piece in zip(*split, strict=True)]
     moved: list[Tensor] = []
     updates: list[Tensor] = []
     p_norms: list[Tensor] = []
@@ -104,71 +105,73 @@ def first_pass(batch: Batch, clip: Tensor | None) -> tuple[Tensor, Apply]:
     squares = torch.stack([torch.stack(p_norms), torch.stack(u_norms)]).square_()
     if len(batch.entries) == 1:
         squares = squares.sum(dim=1, keepdim=True)
-
-    def apply(factors: Tensor) -> None:
-        steps = list(factors.unbind()) * (len(moved) // len(batch.entries))
-        if moved[0].dtype == wide:
-            torch._foreach_addcmul_(moved, updates, steps)
-            return
-        noises = [part for entry in batch.entries for part in _noise(entry)]
-        for p, update, step, noise in zip(moved, updates, steps, noises, strict=True):
-            _round_into(p, p.to(wide).addcmul_(update, step), noise)
-
-    return squares, apply
+    return First(squares, moved, updates)
 
 
-def compiled_first_pass(batch: Batch, clip: Tensor | None) -> tuple[Tensor, Apply]:
-    """`first_pass` of one tensor; the second pass computes u again instead of storing it."""
-    first, second = _compiled_passes()
-    p, grad, m, v = batch.entries[0].tensors
+def compiled_first_pass(batch: Batch, clip: Tensor | None, update: Tensor) -> First:
+    """`first_pass` of a single tensor in one loop over memory; writes u to `update`."""
+    rule = batch.rule
+    numbers = (rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay)
     # As tensors, so that new values do not compile anew; on CPU, where a kernel reads them free.
-    rule = [torch.tensor(x, dtype=torch.float64) for x in batch.rule[:4]]
-
-    def apply(factor: Tensor) -> None:
-        noise = _noise(batch.entries[0], whole=True)[0]
-        second(p, m, v, rule, factor, noise)
-
-    return first(p, grad, m, v, rule, clip), apply
+    scalars = [torch.tensor(x, dtype=torch.float64) for x in numbers]
+    tensors = batch.entries[0].tensors
+    squares = _compiled_kernel()(*tensors, update, scalars, clip)
+    return First(squares, tensors[:1], [update])
 
 
 @functools.cache
-def _compiled_passes() -> tuple[Callable[..., Tensor], Callable[..., None]]:
+def _compiled_kernel() -> Callable[..., Tensor]:
     """One graph serves flat tensors of any length; `fullgraph` makes an exceeded recompile limit
     an error, not a quiet fallback."""
-    first = torch.compile(_fused_first, dynamic=True, fullgraph=True)
-    return first, torch.compile(_fused_second, dynamic=True, fullgraph=True)
+    return torch.compile(_kernel, dynamic=True, fullgraph=True)
 
 
-def _fused_first(
-    p: Tensor, grad: Tensor, m: Tensor, v: Tensor, rule: list[Tensor], clip: Tensor | None
+def _kernel(
+    p: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    update: Tensor,
+    scalars: list[Tensor],
+    clip: Tensor | None,
 ) -> Tensor:
-    g = grad.to(m.dtype) if clip is None else grad.to(m.dtype) * clip
-    m.copy_(m * rule[0] + g * (1 - rule[0]))
-    v.copy_(v * rule[1] + g * g * (1 - rule[1]))
-    wide_p, u = _update(p, m, v, rule)
-    return torch.stack([(wide_p * wide_p).sum(), (u * u).sum()])[:, None]
+    beta1, beta1_rest, beta2, beta2_rest, eps, weight_decay = scalars
+    wide_p, g = p.to(m.dtype), grad.to(m.dtype)
+    if clip is not None:
+        g = g * clip
+    new_m = m * beta1 + g * beta1_rest
+    new_v = v * beta2 + g * g * beta2_rest
+    # u is stored rather than computed again: without the store, torch 2.14 makes two loops of this,
+    # one for the sums and one for the moments.
+    u = new_m / (new_v.sqrt() + eps) + weight_decay * wide_p
+    squares = torch.stack([(wide_p * wide_p).sum(), (u * u).sum()])[:, None]
+    m.copy_(new_m)
+    v.copy_(new_v)
+    update.copy_(u)
+    return squares
 
 
-def _fused_second(
-    p: Tensor, m: Tensor, v: Tensor, rule: list[Tensor], factor: Tensor, noise: Tensor | None
-) -> None:
-    wide_p, u = _update(p, m, v, rule)
-    _round_into(p, wide_p + factor * u, noise)
+def second_pass(batch: Batch, first: First, factors: Tensor) -> None:
+    """Add factor * u to each tensor; factors are [n]."""
+    wide = first.updates[0].dtype
+    steps = list(factors.unbind()) * (len(first.params) // len(batch.entries))
+    if first.params[0].dtype == wide:
+        torch._foreach_addcmul_(first.params, first.updates, steps)
+        return
+    noises = [_noise(entry) for entry in batch.entries]
+    if len(noises) < len(first.params):
+        noises = [None] * len(steps) if noises[0] is None else list(pieces(noises[0]))
+    for p, update, step, noise in zip(first.params, first.updates, steps, noises, strict=True):
+        _round_into(p, p.to(wide).addcmul_(update, step), noise)
 
 
-def _update(p: Tensor, m: Tensor, v: Tensor, rule: list[Tensor]) -> tuple[Tensor, Tensor]:
-    wide_p = p.to(m.dtype)
-    return wide_p, m / (v.sqrt() + rule[2]) + rule[3] * wide_p
-
-
-def _noise(entry: Entry, whole: bool = False) -> Sequence[Tensor | None]:
-    """Uniform int32 in [0, 2^16), shaped and split as the parameter; None: round to nearest."""
-    p = entry.tensors[0]
+def _noise(entry: Entry) -> Tensor | None:
+    """Uniform int32 in [0, 2^16), shaped as the parameter; None: round to nearest."""
     if entry.noise_seed is None:
-        return [None] * (1 if whole else len(pieces(p)))
+        return None
+    p = entry.tensors[0]
     generator = torch.Generator(p.device).manual_seed(entry.noise_seed)
-    noise = torch.empty_like(p, dtype=torch.int32).random_(0, 2**16, generator=generator)
-    return [noise] if whole else pieces(noise)
+    return torch.empty_like(p, dtype=torch.int32).random_(0, 2**16, generator=generator)
 
 
 def _round_into(p: Tensor, x: Tensor, noise: Tensor | None) -> None:

@@ -34,7 +34,7 @@ class WeightsFile:
     """For reports: the file, with its folder where that names the model."""
     path: Path
     folder: Path | None
-    """The folder that was asked for; None: a single file was."""
+    """The folder that describes the weights; None: a file that may lie among unrelated others."""
     state: dict[str, Tensor]
 
     def json(self, name: str) -> dict[str, Any]:
@@ -43,11 +43,9 @@ class WeightsFile:
         Raises:
             RequestError: it is there, and is not JSON.
         """
-        path = (self.folder or self.path.parent) / name
-        # A single file may lie in a folder full of others: only a folder describes its weights.
-        if self.folder is None or not path.is_file():
+        if self.folder is None or not (self.folder / name).is_file():
             return {}
-        return read_json(path)
+        return read_json(self.folder / name)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -65,7 +63,8 @@ def read_weights(path: Path) -> WeightsFile:
         RequestError: there are none, a shard is missing, or the file cannot be read.
     """
     if path.is_file():
-        return WeightsFile(path.name, path, None, read_state(path))
+        folder = path.parent if path.name in NAMES else None
+        return WeightsFile(path.name, path, folder, read_state(path))
     found = next((path / name for name in NAMES if (path / name).is_file()), None)
     if found is None:
         held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"

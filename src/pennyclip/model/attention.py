@@ -1,0 +1,44 @@
+"""Attention in float32 where 16 bits only slow it down."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def attention_context(x: Tensor) -> AbstractContextManager[object]:
+    """What a tower runs in, so that its attention takes the fast path for the device of `x`.
+
+    On the CPU under autocast, torch's fused attention in bfloat16 runs its backward at half the
+    speed of float32 (measured: 64 against 27 ms at [32, 12, 50, 64] on AVX-512 with bf16, torch
+    2.14), so it computes in float32 there, which is also the more exact. Elsewhere: nothing.
+    """
+    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        return _Float32Attention()
+    return nullcontext()
+
+
+class _Float32Attention(TorchFunctionMode):
+    """Runs `scaled_dot_product_attention` in float32, whoever calls it (timm, transformers, we)."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            out = func(*map(_widen, args), **{key: _widen(item) for key, item in kwargs.items()})
+        return out.to(torch.get_autocast_dtype("cpu"))
+
+
+def _widen(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
