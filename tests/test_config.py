@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pennyclip.config import (
-    Config,
-    ImageTower,
-    Model,
-    Stage,
-    TransformersText,
-    load_recipe,
-    read_toml,
-    recipe_names,
-    to_toml,
-)
+from pennyclip.config import Config, ImageTower, Model, Stage, TransformersText
+from pennyclip.config_file import load_recipe, read_toml, recipe_names, to_toml
 from pennyclip.errors import RequestError
 
 
@@ -55,7 +46,7 @@ def test_awkward_values_survive(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(text)
-    with pytest.raises(RequestError, match=".*") as error:
+    with pytest.raises(RequestError) as error:
         read_toml(tmp_path / "c.toml")
     assert message in str(error.value)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from pennyclip.checkpoint import best, checkpoints
 from pennyclip.cli import main
-from pennyclip.config import load_recipe
+from pennyclip.config_file import load_recipe
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import stream
 from pennyclip.telemetry.metrics import read_metrics
@@ -89,8 +89,9 @@ def test_rows_come_in_the_order_of_the_stream(straight: Path, small_dataset: Pat
 
     rows = Dataset(small_dataset).subset("train")
     for record in updates(straight):
-        order, _ = stream((record["step"] - 1) * BATCH, BATCH, len(rows), load_recipe(
-            "scratch-vit-tiny").seed)
+        order, _ = stream(
+            (record["step"] - 1) * BATCH, BATCH, len(rows), load_recipe("scratch-vit-tiny").seed
+        )
         assert record["rows"] == crc32(rows[order].tobytes())
 
 

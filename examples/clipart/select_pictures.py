@@ -1,4 +1,6 @@
-"""Select the example data set from Debian's Open Clip Art packages, by the rules in select_pictures.toml.
+"""Select the example data set from Debian's Open Clip Art packages.
+
+The rules stand in select_pictures.toml.
 
     python select_pictures.py --png .../openclipart/png --svg .../openclipart/svg --out FOLDER
 

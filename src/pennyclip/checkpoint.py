@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from pennyclip.atomic import remove, replacing
-from pennyclip.config import Model, TransformersText, from_tree, to_tree
+from pennyclip.config import Model, TransformersText
+from pennyclip.config_file import from_tree, to_tree
 from pennyclip.errors import RequestError
 from pennyclip.model.clip import CLIP
 from pennyclip.weights.open_clip import open_clip_config

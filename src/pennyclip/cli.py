@@ -15,7 +15,8 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from pennyclip.config import Config, load_recipe
+from pennyclip.config import Config
+from pennyclip.config_file import load_recipe
 from pennyclip.errors import RequestError, RunError
 
 Json = Annotated[bool, arg(help="Print one JSON object on standard output, nothing else there.")]
@@ -217,6 +218,23 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Whether a weights file fits a tower: every key and every parameter accounted for."""
+
+    file: Positional[str]
+    """A file or folder, package:NAME or hub:ORG/NAME."""
+    tower: str
+    """A timm model, clip-text, or a transformers encoder's folder, package: or hub: name."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.weights.command import inspect_weights
+
+        text, tree = inspect_weights(self.file, self.tower)
+        return Answer(text, tree, 0 if tree["fits"] else 2)
+
+
+@dataclass(frozen=True)
 class List:
     """Name what a recipe can use."""
 
@@ -239,6 +257,7 @@ COMMANDS: dict[str, type[Any]] = {
     "eval zeroshot": Zeroshot,
     "report": Report,
     "search": Search,
+    "weights": Weights,
     "list": List,
 }
 

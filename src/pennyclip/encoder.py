@@ -23,9 +23,9 @@ CHUNK = 32  # inputs encoded at a time. chosen: fits every device, and a CPU's c
 
 def make_tokenizer(config: Model, folder: Path | None) -> Tokenizer:
     """The tokenizer that belongs to a model's text tower."""
-    if isinstance(config.text, ClipText):
+    if isinstance(config.text, ClipText) and config.text.tokenizer is None:
         return ClipTokenizer(config.text.context_length)
-    assert folder is not None, "a transformers tower has a folder"
+    assert folder is not None, "every other tokenizer comes from a folder"
     return JsonTokenizer(folder, config.text.context_length)
 
 

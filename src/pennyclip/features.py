@@ -7,7 +7,7 @@ is found again by any run with the same frozen trunk, and by no other.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from pennyclip.atomic import replacing
+from pennyclip.config import ClipText, ImageTower, TransformersText
 from pennyclip.data.index import Dataset
 from pennyclip.data.loader import load_images
 from pennyclip.data.order import I64
 from pennyclip.data.tokens import TokenStore
 from pennyclip.model.clip import CLIP
-from pennyclip.model.freezing import trunk
+from pennyclip.model.freezing import trunk_state
 
 Store = npt.NDArray[np.float16]
 Progress = Callable[[str, int, int], None]
@@ -43,13 +44,19 @@ class Stores:
     text: Store | None = None
 
 
-def fingerprint(module: nn.Module, *inputs: object) -> str:
-    """Identifies what a frozen module computes from given inputs."""
+def fingerprint(state: Mapping[str, Tensor], *inputs: object) -> str:
+    """Identifies what weights compute from given inputs."""
     digest = hashlib.blake2b(repr(inputs).encode(), digest_size=12)
-    for name, value in module.state_dict().items():
+    for name, value in state.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _computation(config: ImageTower | ClipText | TransformersText) -> dict[str, Any]:
+    """What of a tower's configuration its weights do not show, and its output depends on."""
+    hidden = ("name", "kind", "heads", "activation", "pool", "family", "mean", "std")
+    return {key: getattr(config, key) for key in hidden if hasattr(config, key)}
 
 
 def image_features(
@@ -57,8 +64,7 @@ def image_features(
 ) -> Store:
     """[rows, V] the frozen image trunk's features of every row, from the cache or computed."""
     tower = model.visual
-    about = model.config.image
-    name = fingerprint(tower.trunk, dataset.fingerprint, about.name, size, about.mean, about.std)
+    name = fingerprint(trunk_state(tower), dataset.fingerprint, size, _computation(tower.config))
 
     def compute() -> Iterator[tuple[I64, Tensor]]:
         for start in range(0, len(dataset), chunk):
@@ -79,7 +85,8 @@ def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progre
             yield rows, embed_images(model, dataset, rows, chunk)
             progress("image embeddings", int(rows[-1]) + 1, len(dataset))
 
-    name = fingerprint(model.visual, dataset.fingerprint, model.config.image)
+    inputs = (dataset.fingerprint, model.visual.image_size, _computation(model.visual.config))
+    name = fingerprint(model.visual.state_dict(), *inputs)
     return _stored(dataset, name, len(dataset), compute)
 
 
@@ -89,9 +96,8 @@ def text_features(
     """[captions, W] the frozen text trunk's features of every caption, cached likewise."""
     tower = model.text
     total = int(dataset.caption_starts[-1])
-    name = fingerprint(
-        trunk(tower), dataset.fingerprint, tokens.fingerprint, length, model.config.text
-    )
+    inputs = (dataset.fingerprint, tokens.fingerprint, length, _computation(model.config.text))
+    name = fingerprint(trunk_state(tower), *inputs)
     device = model.logit_scale.device
 
     # Captions of like length together: hardly any padding.

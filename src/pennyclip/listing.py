@@ -1,6 +1,6 @@
 """What a recipe can name, with a line about each."""
 
-from pennyclip.config import RECIPES, recipe_names
+from pennyclip.config_file import RECIPES, recipe_names
 from pennyclip.errors import RequestError
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from pennyclip.atomic import remove, write_text
 from pennyclip.checkpoint import Checkpoint, checkpoints
-from pennyclip.config import Config, read_toml, to_toml, to_tree
+from pennyclip.config import Config
+from pennyclip.config_file import read_toml, to_toml, to_tree
 from pennyclip.errors import RequestError
 
 

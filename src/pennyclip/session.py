@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 from pennyclip.config import Config, Stage
 from pennyclip.data.index import Dataset
@@ -15,6 +17,7 @@ from pennyclip.errors import RequestError
 from pennyclip.features import Progress, Stores, image_features, text_features
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating, freeze
+from pennyclip.model.masking import keep_indices
 from pennyclip.optim import OPTIMIZERS
 from pennyclip.optim.groups import parameter_groups
 from pennyclip.optim.state import State, write_state
@@ -61,6 +64,22 @@ class Setup:
     optimizer: torch.optim.Optimizer
     loader: Loader
     stores: Stores
+    mask_ratio: float
+    patches: int
+    """Patches of an image, where some are dropped."""
+
+    def keep(self, step: int, device: torch.device) -> Int64[Tensor, "B K"] | None:
+        """The patches that each image of update `step` keeps; None: all."""
+        if self.mask_ratio == 0:
+            return None
+        return keep_indices(
+            self.loader.batch_size,
+            self.patches,
+            self.mask_ratio,
+            seed=self.loader.seed,
+            step=step,
+            device=device,
+        )
 
 
 def enter_stage(
@@ -78,7 +97,16 @@ def enter_stage(
     """
     if config.optim.name not in OPTIMIZERS:
         raise RequestError(f"optim.name '{config.optim.name}': known are {', '.join(OPTIMIZERS)}")
+    model.visual.set_image_size(stage.image_size or config.model.image.image_size)
     freeze(model, stage.image_layers, stage.text_layers)
+    patches = 0
+    if stage.mask_ratio > 0:
+        patches = model.visual.patches()
+        if stage.image_layers == "none":
+            raise RequestError(
+                "mask_ratio is set, and the image trunk is frozen: its features are computed once, "
+                "from whole images. Set mask_ratio to 0, or let image layers learn."
+            )
     trunks = {
         "image": [[f"visual.{n}" for n in names] for names in model.visual.layers()],
         "text": [[f"text.{n}" for n in names] for names in model.text.layers()],
@@ -114,16 +142,21 @@ def enter_stage(
         image_features=image_store,
         text_features=text_store,
     )
-    return Setup(optimizer, loader, Stores(image_store, text_store))
+    return Setup(optimizer, loader, Stores(image_store, text_store), stage.mask_ratio, patches)
 
 
-def table(optimizer: torch.optim.Optimizer, plan: Plan) -> list[str]:
-    """What learns, and with what: one line a group, for the start of a run."""
-    lines = [f"{plan.steps} updates, {plan.warmup} of them warm-up; what learns:"]
-    for group in optimizer.param_groups:
+def table(setup: Setup, plan: Plan, number: int) -> str:
+    """What a stage does, and what learns in it with which rates: shown before its first update."""
+    stage, loader = plan.stages[number], setup.loader
+    lines = [
+        f"stage {number + 1} of {len(plan.stages)}, to update {plan.ends[number]} of {plan.steps} "
+        f"(warm-up {plan.warmup}): images {loader.image_size} px, mask {stage.mask_ratio:g}, text "
+        f"up to {loader.text_length} tokens"
+    ]
+    for group in setup.optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
         lines.append(
-            f"  {group['name']:<20} {count:>12,} parameters  peak rate {group['base_lr']:.2e}"
-            f"  weight decay {group['weight_decay']:g}"
+            f"  {group['name']:<20} {count:>12,} parameters  peak rate "
+            f"{group['base_lr'] * stage.lr_factor:.2e}  weight decay {group['weight_decay']:g}"
         )
-    return lines
+    return "\n".join(lines)

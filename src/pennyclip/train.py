@@ -1,6 +1,7 @@
 """The training run: one loop over updates, read from top to bottom."""
 
 import platform
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,12 +12,13 @@ import numpy as np
 import torch
 
 from pennyclip.checkpoint import Checkpoint, best, checkpoints, load_model, load_trainer
-from pennyclip.config import Config, read_toml, to_tree
+from pennyclip.config import Config
+from pennyclip.config_file import read_toml, to_tree
 from pennyclip.data.order import mix
 from pennyclip.errors import RequestError
 from pennyclip.evaluate.retrieval import retrieval
 from pennyclip.features import Stores, embed_rows
-from pennyclip.interrupt import Interrupt, listening
+from pennyclip.interrupt import Interrupt, Interrupted, listening
 from pennyclip.loss import LOSSES
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating
@@ -30,6 +32,7 @@ from pennyclip.telemetry.meter import Meter
 from pennyclip.telemetry.metrics import Metrics
 from pennyclip.update import update
 from pennyclip.weights.build import build
+from pennyclip.weights.table import render
 
 
 @dataclass(frozen=True)
@@ -68,38 +71,60 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
     config = replace(config, data=str(Path(config.data).absolute()) if config.data else "")
     if config.loss not in LOSSES:
         raise RequestError(f"loss '{config.loss}': known are {', '.join(LOSSES)}")
+    has_bias = LOSSES[config.loss].initial_bias is not None
+    config = replace(config, model=replace(config.model, logit_bias=has_bias))
     rows = open_rows(config)
     plan = make_plan(config, len(rows.train))
     run = open_run(config, out, proceed, plan.steps)
     if run.done(plan.steps):
         return Outcome(out, plan.steps, True, best(checkpoints(out)))
-    with listening() as asked:
-        return _train(config, run, plan, rows, asked, quiet)
+    step = run.last.step if run.last else 0
+    metrics, console = Metrics(run.metrics, resume_step=step), Console(plan.steps, step, quiet)
+    try:
+        # Interrupted: before the first update, or between stages. Nothing is lost.
+        with listening() as asked, suppress(Interrupted):
+            step = _train(config, run, plan, rows, asked, metrics, console)
+        reason = f"signal {asked.name}" if asked.signal else "finished"
+        metrics.log("end", step, reason=reason)
+    finally:
+        metrics.close()
+        console.close()
+    return Outcome(out, step, step == plan.steps, best(checkpoints(out)), asked.exit_code)
 
 
 def _train(
-    config: Config, run: RunFolder, plan: Plan, rows: Rows, asked: Interrupt, quiet: bool
-) -> Outcome:
+    config: Config,
+    run: RunFolder,
+    plan: Plan,
+    rows: Rows,
+    asked: Interrupt,
+    metrics: Metrics,
+    console: Console,
+) -> int:
+    """The loop. Returns the number of updates made."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, state, step, start = _start(config, run)
+    model, state, step, start = _start(config, run, console)
     model.to(device)
-    loss = LOSSES[config.loss]
-    metrics, console = Metrics(run.metrics, resume_step=step), Console(plan.steps, step, quiet)
     metrics.log("start", step, **start, device=str(device))
     saver = Saver(config, run, rows, metrics, console)
 
+    def progress(what: str, done: int, total: int) -> None:
+        console.progress(what, done, total)
+        asked.check()
+
     while step < plan.steps and asked.signal is None:
         number = plan.stage(step)
-        setup = enter_stage(model, config, plan.stages[number], rows, state, console.progress)
-        console.say("\n".join(table(setup.optimizer, plan)))
+        setup = enter_stage(model, config, plan.stages[number], rows, state, progress)
+        console.say(table(setup, plan, number))
         meter = Meter(config.batch_size)
         for batch in meter.waiting(setup.loader.batches(step, plan.ends[number])):
             torch.manual_seed(step_seed(config.seed, step))
             record = update(
                 model,
-                loss,
+                LOSSES[config.loss],
                 setup.optimizer,
                 batch.to(device),
+                keep=setup.keep(step, device),
                 lr_factor=plan.lr_factor(step),
                 clip_norm=config.optim.clip_norm,
                 precision=config.precision,
@@ -119,18 +144,20 @@ def _train(
             if last:
                 break
         state = read_state(setup.optimizer, model)
-
-    metrics.log("end", step, reason=f"signal {asked.name}" if asked.signal else "finished")
-    metrics.close()
-    console.close()
-    found = best(checkpoints(run.path))
-    return Outcome(run.path, step, step == plan.steps, found, asked.exit_code)
+    return step
 
 
-def _start(config: Config, run: RunFolder) -> tuple[CLIP, State, int, dict[str, Any]]:
+def _start(
+    config: Config, run: RunFolder, console: Console
+) -> tuple[CLIP, State, int, dict[str, Any]]:
     """The model, optimizer state and step to begin with, and what the start record says."""
     if run.last is None:
-        model, matches = build(config.model, config.seed)
+        loss = LOSSES[config.loss]
+        model, matches = build(
+            config.model, config.seed, loss.initial_scale, loss.initial_bias or 0.0
+        )
+        for match in matches:
+            console.say(render(match))
         state, step = State(), 0
         weights = {"weights": [match.summary() for match in matches]}
     else:

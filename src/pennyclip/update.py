@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from pennyclip.config import Precision
@@ -16,12 +16,14 @@ from pennyclip.model.clip import CLIP
 from pennyclip.precision import autocast
 
 
-def embed(model: CLIP, batch: Batch) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
+def embed(
+    model: CLIP, batch: Batch, keep: Int64[Tensor, "B K"] | None = None
+) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
     """Image and text embeddings of a batch, from its inputs or from stored trunk features."""
     image, text = batch.image_features, batch.text_features
     if image is None:
         assert batch.images is not None
-        image = model.visual.features(batch.images)
+        image = model.visual.features(batch.images, keep)
     if text is None:
         assert batch.tokens is not None
         assert batch.lengths is not None
@@ -35,6 +37,7 @@ def update(
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     *,
+    keep: Int64[Tensor, "B K"] | None = None,
     lr_factor: float,
     clip_norm: float,
     precision: Precision,
@@ -46,6 +49,7 @@ def update(
         loss: what is lowered.
         optimizer: its groups carry `base_lr`, the peak rate of each.
         batch: on the model's device.
+        keep: patches that each image keeps; None: all of them.
         lr_factor: share of the peak rates that is used now.
         clip_norm: largest norm of the gradient over all parameters.
         precision: of the towers; the loss is computed in float32.
@@ -57,7 +61,7 @@ def update(
         RunError: the loss or the gradient is not finite. The model is unchanged.
     """
     with autocast(precision, batch.rows.device):
-        image, text = embed(model, batch)
+        image, text = embed(model, batch, keep)
     image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
     scale = model.logit_scale.exp()
     features = Features(
@@ -67,7 +71,7 @@ def update(
         all_text=text,
         offset=0,
         scale=scale,
-        bias=None,
+        bias=model.logit_bias,
         groups=batch.groups,
         rows=batch.rows,
     )

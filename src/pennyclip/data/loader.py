@@ -36,7 +36,9 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         moved: dict[str, Any] = {
-            name: value if value is None else value.to(device) for name, value in vars(self).items()
+            # Lengths stay on the host, where packing needs them: no wait for the device.
+            name: value if value is None or name == "lengths" else value.to(device)
+            for name, value in vars(self).items()
         }
         return Batch(**moved)
 

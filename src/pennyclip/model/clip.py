@@ -15,8 +15,6 @@ from pennyclip.model.text_transformers import TransformersTextTower
 
 TextTower: TypeAlias = ClipTextTower | TransformersTextTower
 
-INITIAL_LOGIT_SCALE = math.log(1 / 0.07)  # Radford et al. 2021, section 2.5, after Wu et al. 2018
-
 
 class CLIP(nn.Module):
     """An image tower and a text tower with one embedding space.
@@ -33,13 +31,26 @@ class CLIP(nn.Module):
             text_folder: where a transformers text tower's config.json lies.
         """
         super().__init__()
+        self._config = config
         self.visual = ImageTower(config.image, config.embed_dim)
-        # With the input statistics resolved: they travel with the model.
-        self.config = replace(config, image=self.visual.config)
         self.text: TextTower
         if isinstance(config.text, ClipText):
             self.text = ClipTextTower(config.text, config.embed_dim)
         else:
             assert text_folder is not None, "a transformers tower is built from a folder"
             self.text = TransformersTextTower(config.text, config.embed_dim, text_folder)
-        self.logit_scale = nn.Parameter(torch.tensor(INITIAL_LOGIT_SCALE))
+        self.logit_scale = nn.Parameter(torch.zeros(()))
+        self.logit_bias = nn.Parameter(torch.zeros(())) if config.logit_bias else None
+        self.start_logits(1 / 0.07, 0.0)  # Radford et al. 2021, section 2.5, after Wu et al. 2018
+
+    @property
+    def config(self) -> Model:
+        """What would build this model again, with all that was left open filled in."""
+        return replace(self._config, image=self.visual.config)
+
+    @torch.no_grad()
+    def start_logits(self, scale: float, bias: float) -> None:
+        """Set the factor between cosines and logits, and the bias where the model has one."""
+        self.logit_scale.fill_(math.log(scale))
+        if self.logit_bias is not None:
+            self.logit_bias.fill_(bias)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from pennyclip.config import Depth
 from pennyclip.errors import RequestError
@@ -43,9 +43,10 @@ def freeze(model: CLIP, image_layers: Depth, text_layers: Depth) -> None:
                 module.eval()
 
 
-def trunk(tower: ImageTower | TextTower) -> nn.Module:
-    """The part of a tower below its head."""
-    return tower.trunk if isinstance(tower, ImageTower) else tower.transformer
+def trunk_state(tower: ImageTower | TextTower) -> dict[str, Tensor]:
+    """All that a tower's `features` depend on: its state without the head."""
+    heads = ("head.", "proj.", "text_projection")
+    return {k: v for k, v in tower.state_dict().items() if not k.startswith(heads)}
 
 
 @contextmanager

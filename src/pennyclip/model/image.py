@@ -66,6 +66,25 @@ class ImageTower(nn.Module):
             )
         self.head = nn.Sequential(layers)
 
+    def set_image_size(self, size: int) -> None:
+        """Take images of another size from now on; position embeddings are resampled (timm's way:
+        bicubic with antialiasing).
+
+        Raises:
+            RequestError: the trunk is built for one size.
+        """
+        if size == self.image_size:
+            return
+        if hasattr(self.trunk, "set_input_size"):
+            self.trunk.set_input_size(img_size=(size, size))
+        elif hasattr(self.trunk, "patch_embed"):
+            raise RequestError(
+                f"image_size = {size}: '{self.config.name}' is built for {self.image_size} pixels "
+                "and cannot change. Leave the stage's image_size out."
+            )
+        self.image_size = size
+        self.config = replace(self.config, image_size=size)
+
     def normalize(self, images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
         return (images - self.mean) / self.std
 

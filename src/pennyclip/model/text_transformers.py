@@ -45,6 +45,7 @@ class TransformersTextTower(nn.Module):
         self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]
     ) -> Float[Tensor, "B W"]:
         """The encoder's output, pooled over the real tokens."""
+        lengths = lengths.to(tokens.device)
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         with attention_context(tokens):
             output = self.transformer(input_ids=tokens, attention_mask=real.long())

@@ -19,7 +19,9 @@ def write_state(optimizer: torch.optim.Optimizer, model: nn.Module, state: State
     names = _names(model)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if found := state.get(names[parameter]):
+            found = state.get(names[parameter], {})
+            shapes = {v.shape for v in found.values() if torch.is_tensor(v) and v.ndim}
+            if found and shapes <= {parameter.shape}:  # else it was resampled, and starts anew
                 optimizer.state[parameter] = {
                     key: value.to(parameter.device) if torch.is_tensor(value) else value
                     for key, value in found.items()

@@ -32,7 +32,9 @@ def text_weights(config: Model) -> str | None:
     return text.weights
 
 
-def build(config: Model, seed: int) -> tuple[CLIP, list[Match]]:
+def build(
+    config: Model, seed: int, logit_scale: float = 1 / 0.07, logit_bias: float = 0.0
+) -> tuple[CLIP, list[Match]]:
     """The model that a recipe describes, at the start of its training.
 
     What the recipe leaves open and the weights settle (activation, mean and standard deviation,
@@ -41,6 +43,8 @@ def build(config: Model, seed: int) -> tuple[CLIP, list[Match]]:
     Args:
         config: the towers, and the weights that they start from.
         seed: of what is not loaded.
+        logit_scale: factor between cosines and logits at the start, unless a file brings its own.
+        logit_bias: added to the logits at the start, likewise.
 
     Returns:
         The model in float32, and a report for each tower that was loaded.
@@ -67,6 +71,7 @@ def build(config: Model, seed: int) -> tuple[CLIP, list[Match]]:
         config = replace(config, text=resolve_text(config.text, Statements(), ""))
 
     model = CLIP(config, text_folder(config) if isinstance(config.text, TransformersText) else None)
+    model.start_logits(logit_scale, logit_bias)
     matches = []
     if image_reference is not None:
         file, said = files[image_reference]

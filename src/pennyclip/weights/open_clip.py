@@ -49,6 +49,7 @@ def open_clip_config(model: CLIP) -> dict[str, Any]:
             "hf_model_pretrained": False,
             "context_length": config.text.context_length,
         }
+    bias = {"init_logit_bias": 0.0} if config.logit_bias else {}  # makes it own one
     return {
         "model_cfg": {
             "embed_dim": config.embed_dim,
@@ -64,6 +65,7 @@ def open_clip_config(model: CLIP) -> dict[str, Any]:
             },
             "text_cfg": text,
             "custom_text": True,
+            **bias,
         },
         "preprocess_cfg": {
             "mean": [round(v / 255, 8) for v in model.visual.mean.flatten().tolist()],

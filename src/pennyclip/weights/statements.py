@@ -12,12 +12,7 @@ from typing import Any, Literal, TypeVar
 import timm
 import torch
 
-from pennyclip.config import (
-    Activation,
-    ClipText,
-    ImageTower,
-    TransformersText,
-)
+from pennyclip.config import Activation, ClipText, ImageTower, TransformersText
 from pennyclip.errors import RequestError
 from pennyclip.model.activation import activation_of
 from pennyclip.weights.read import WeightsFile
