@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pennyclip.config import Config, ImageTower, Model, Optim, Stage
+from pennyclip.config import Augment, Config, ImageTower, Model, Optim, Stage
 from pennyclip.errors import RequestError
 from pennyclip.stages import make_plan
 
@@ -46,6 +46,14 @@ def test_a_stage_lowers_its_own_rates() -> None:
         ({"stages": (Stage(epochs=1.0, samples=5),)}, 100, "either epochs or samples"),
         ({"stages": (Stage(samples=0),)}, 100, "no update"),
         ({"optim": Optim(warmup_steps=20)}, 100, "never reach its peak"),
+        (
+            {
+                "stages": (Stage(epochs=2.0, image_layers="none"),),
+                "augment": Augment(crop_scale=(0.5, 1.0)),
+            },
+            100,
+            "augment would have no effect",
+        ),
     ],
 )
 def test_what_would_do_nothing_is_refused(change: dict, rows: int, message: str) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 
 from pennyclip.checkpoint import best, checkpoints
 from pennyclip.cli import main
-from pennyclip.config_file import load_recipe
+from pennyclip.config import Stage
+from pennyclip.config_file import load_recipe, to_toml
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import stream
 from pennyclip.telemetry.metrics import read_metrics
@@ -122,12 +124,12 @@ def test_a_kill_inside_a_save_loses_nothing(
 ) -> None:
     run = tmp_path / "killed"
     process = start(command(small_dataset, run))
-    partial = run / "checkpoints" / ".step_000007.tmp"
-    while not (partial / "model.safetensors").exists():
+    pattern = ".step_000007.*.tmp/model.safetensors"
+    while not list((run / "checkpoints").glob(pattern)):
         assert process.poll() is None, "the run ended before it could be killed inside a save"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert partial.exists()
+    (partial,) = (run / "checkpoints").glob(".step_000007.*.tmp")
     assert not (partial / "meta.json").exists()
     assert checkpoints(run)[-1].step == 6
     text = finish(command(small_dataset, run), code=2)
@@ -179,27 +181,60 @@ def test_the_same_request_finished_is_a_no_op(straight: Path, small_dataset: Pat
 def test_a_full_disk_during_a_save_loses_nothing(
     straight: Path, small_dataset: Path, tmp_path: Path
 ) -> None:
-    """A file may not grow past 4 MB, so every save fails inside model.safetensors."""
+    """No file may grow past 4 MB, so every save fails inside model.safetensors."""
     run = tmp_path / "full"
-    finish(command(small_dataset, run, "--stages.0.samples", "16"), code=0)
-    kept = {p: p.read_bytes() for p in (run / "checkpoints").rglob("*") if p.is_file()}
-    script = (
+    process = start(command(small_dataset, run))
+    while not checkpoints(run):
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    saved = checkpoints(run)[-1]
+    kept = {p: p.read_bytes() for p in saved.path.iterdir()}
+    limited = (
         "import resource, signal, sys; from pennyclip.cli import main;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20));"
-        f"sys.exit(main({command(small_dataset, tmp_path / 'other')!r}))"
+        f"sys.exit(main(['train', '--resume', {str(run)!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, timeout=300)
     assert done.returncode == 1
     assert b"could not be written" in done.stderr
     assert b"Make room, then go on with" in done.stderr
-    records = read_metrics(tmp_path / "other" / "metrics.jsonl")
-    events = [r for r in records if r["kind"] == "event"]
-    assert {r["name"] for r in events} == {"checkpoint failed"}
-    assert len(events) >= STEPS
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, STEPS + 1))
-    assert not list((tmp_path / "other" / "checkpoints").glob("*"))
+    records = read_metrics(run / "metrics.jsonl")
+    failed = [r["step"] for r in records if r["kind"] == "event"]
+    assert failed == list(range(saved.step + 1, STEPS + 1))
+    assert checkpoints(run)[-1].step == saved.step
     assert {p: p.read_bytes() for p in kept} == kept
+    finish(["train", "--resume", str(run)])
+    assert_equal_runs(straight, run)
+
+
+def test_a_request_that_failed_before_training_can_be_corrected(
+    small_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(command(small_dataset, run, "--model.image.name", "vit_tinny")) == 2
+    assert main(command(small_dataset, run, "--optim.name", "adamm")) == 2
+    assert "known are adamw, lamb" in capsys.readouterr().err
+    assert main(command(small_dataset, run, "--stages.0.samples", "16")) == 0
+
+
+def test_a_later_stage_that_cannot_be_is_refused_before_the_first_update(
+    small_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    config = load_recipe("scratch-vit-tiny")
+    for bad, message in (
+        (Stage(epochs=1.0, image_layers=99), "image_layers = 99"),
+        (Stage(epochs=1.0, image_size=40), "image_size = 40 is no multiple of the 16 pixel"),
+        (Stage(epochs=1.0, image_layers="none", mask_ratio=0.5), "mask_ratio is set"),
+    ):
+        recipe.write_text(to_toml(replace(config, stages=(Stage(epochs=1.0), bad))))
+        arguments = ["train", str(recipe), "--data", str(small_dataset), "--out"]
+        assert main([*arguments, str(tmp_path / "run"), "--batch-size", "8"]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

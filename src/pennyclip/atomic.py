@@ -20,20 +20,29 @@ def flush(path: Path) -> None:
 def replacing(final: Path) -> Iterator[Path]:
     """A temporary path beside `final`, for a file or a folder, that becomes `final` at the end.
 
-    What fails or is killed in between leaves `final` as it was.
+    What fails or is killed in between leaves `final` as it was. Where another process makes the
+    same folder at the same time, the first to finish it wins.
     """
-    partial = final.parent / f".{final.name}.tmp"
+    partial = final.parent / f".{final.name}.{os.getpid()}.tmp"
     final.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)
     try:
         yield partial
         for path in [*partial.rglob("*"), partial] if partial.is_dir() else [partial]:
             flush(path)
-        os.replace(partial, final)
+        if final.is_dir():
+            remove(partial)
+        else:
+            os.replace(partial, final)
         flush(final.parent)
     except BaseException:
         remove(partial)
         raise
+
+
+def partials(folder: Path) -> list[Path]:
+    """Temporary paths that killed processes left in a folder."""
+    return list(folder.glob(".*.tmp"))
 
 
 def write_text(final: Path, text: str) -> None:

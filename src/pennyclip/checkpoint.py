@@ -3,8 +3,8 @@
     checkpoints/step_000500/
         model.safetensors        all weights, under open_clip's names
         open_clip_config.json    open_clip loads the folder by `local-dir:`
-        meta.json                step, score, model configuration; written last
-        trainer.pt               optimizer state
+        meta.json                step, score, model configuration
+        trainer.pt               optimizer state, updates skipped, loss scale
         config.json, tokenizer*.json    of a transformers text tower
 
 A folder appears under its name only when it is whole, so the newest one is always good. Random
@@ -97,15 +97,25 @@ def save(
     model: CLIP,
     trainer: Mapping[str, Any],
     text_folder: Path | None,
+    dataset: str,
     keep: int,
 ) -> Path:
     """Write a checkpoint, then remove the old ones: the newest `keep` and the best one stay.
+
+    Args:
+        run: the run's folder.
+        step: batches trained on.
+        score: of the evaluation at this step, if there was one.
+        model: its weights are written in their own dtypes.
+        trainer: what training needs to go on, for `torch.load` with `weights_only`.
+        text_folder: of a transformers text tower's configuration and tokenizer.
+        dataset: fingerprint of what is trained on.
+        keep: newest checkpoints kept, at least 1.
 
     Raises:
         OSError: it could not be written (a full disk, say). Earlier checkpoints are untouched.
     """
     final = run / "checkpoints" / f"step_{step:06d}"
-    remove(final)
     with replacing(final) as folder:
         folder.mkdir()
         state = {
@@ -121,7 +131,7 @@ def save(
                 if (text_folder / name).is_file():
                     shutil.copyfile(text_folder / name, folder / name)
         write_json(folder / "open_clip_config.json", open_clip_config(model))
-        meta = {"step": step, "score": score, "model": to_tree(model.config)}
+        meta = {"step": step, "score": score, "dataset": dataset, "model": to_tree(model.config)}
         write_json(folder / "meta.json", meta)
     found = checkpoints(run)
     kept = {c.step for c in found[-keep:]} | {c.step for c in [best(found)] if c is not None}

@@ -5,7 +5,7 @@ from typing import Literal
 
 Depth = Literal["all", "none"] | int
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class ImageTower:
     name: str
     """Name of a timm model."""
     image_size: int = 224
-    """Side of the square input at evaluation, in pixels; stages may train at others."""
+    """Side of the square input in pixels, in stages that set no other."""
     head: Literal["linear", "mlp", "none"] = "linear"
     """Linear, open_clip's two-layer MLP, or none: pooled features are the embedding (SigLIP)."""
     head_bias: bool = False
@@ -107,7 +107,7 @@ class Stage:
     samples: int | None = None
     """Length in samples seen."""
     image_size: int | None = None
-    """Training image side in pixels; unset: the tower's."""
+    """Image side in pixels in this stage, its evaluations and checkpoints; unset: the tower's."""
     text_length: int | None = None
     """Longest caption in tokens; unset: the tower's context length."""
     mask_ratio: float = 0.0
@@ -163,6 +163,23 @@ class Optim:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the loss is scaled in fp16, so that small gradients do not become 0."""
+
+    start: float = 65536.0
+    """The factor at first. This and the next three are torch's own."""
+    growth: float = 2.0
+    """Multiplies it after `interval` updates without an overflow."""
+    backoff: float = 0.5
+    """Multiplies it after a batch that overflowed; no update is made from that."""
+    interval: int = 2000
+    floor: float = 1.0
+    """The factor never falls below."""
+    patience: int = 17
+    """Overflows in a row that stop the run. Chosen: 16 bring the factor from `start` to `floor`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpointing:
     """When the run is saved, and how many saves are kept."""
 
@@ -195,14 +212,18 @@ class Config:
     stages: tuple[Stage, ...]
     batch_size: int = 256
     """Pairs in one contrastive batch; every pair's negatives are the rest of it."""
+    micro_batch: int | None = None
+    """Pairs that go through the towers at a time: what fits into memory; unset: the batch."""
     seed: int = 0
     precision: Precision = "fp32"
+    """Of the towers. auto: bf16 where the hardware has it, else fp16 on GPUs and fp32 on CPUs."""
     loss: str = "infonce"
     workers: int = 2
     """Threads that read and decode images; 0: the training thread does it."""
     log_every: int = 10
     """Updates between two lines of metrics."""
     optim: Optim = field(default_factory=Optim)
+    loss_scaling: LossScaling = field(default_factory=LossScaling)
     augment: Augment = field(default_factory=Augment)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     evaluate: Evaluation = field(default_factory=Evaluation)

@@ -71,7 +71,7 @@ def from_tree(kind: type[T], tree: Any, where: str) -> T:
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return from_tree(cast(type[Any], hint), value, where)
+        return from_tree(cast(Any, hint), value, where)
     if origin in (Union, types.UnionType):
         return _convert_union(args, value, where)
     if origin is Literal:
@@ -98,7 +98,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in args:
         return None
-    kinds = [arg for arg in args if dataclasses.is_dataclass(arg)]
+    kinds: list[Any] = [arg for arg in args if dataclasses.is_dataclass(arg)]
     if kinds and isinstance(value, dict):  # told apart by their literal `kind`
         by_name = {get_args(get_type_hints(kind)["kind"])[0]: kind for kind in kinds}
         name = value.get("kind", next(iter(by_name)))

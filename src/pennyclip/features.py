@@ -9,6 +9,7 @@ is found again by any run with the same frozen trunk, and by no other.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,9 @@ def fingerprint(state: Mapping[str, Tensor], *inputs: object) -> str:
 
 
 def _computation(config: ImageTower | ClipText | TransformersText) -> dict[str, Any]:
-    """What of a tower's configuration its weights do not show, and its output depends on."""
-    hidden = ("name", "kind", "heads", "activation", "pool", "family", "mean", "std")
-    return {key: getattr(config, key) for key in hidden if hasattr(config, key)}
+    """What of a tower's configuration its output depends on, beside its weights."""
+    beside = {"weights", "pretrained", "drop_keys", "new_keys", "head", "head_bias", "image_size"}
+    return {key: value for key, value in vars(config).items() if key not in beside}
 
 
 def image_features(
@@ -64,7 +65,6 @@ def image_features(
 ) -> Store:
     """[rows, V] the frozen image trunk's features of every row, from the cache or computed."""
     tower = model.visual
-    name = fingerprint(trunk_state(tower), dataset.fingerprint, size, _computation(tower.config))
 
     def compute() -> Iterator[tuple[I64, Tensor]]:
         for start in range(0, len(dataset), chunk):
@@ -73,16 +73,22 @@ def image_features(
             yield rows, tower.features(images.to(tower.mean.device))
             progress("image features", int(rows[-1]) + 1, len(dataset))
 
-    return _stored(dataset, name, len(dataset), compute)
+    return _stored(dataset, _image_trunk(model, dataset, size), len(dataset), compute)
+
+
+def _image_trunk(model: CLIP, dataset: Dataset, size: int) -> str:
+    tower = model.visual
+    return fingerprint(trunk_state(tower), dataset.fingerprint, size, _computation(tower.config))
 
 
 def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progress) -> Store:
     """[rows, D] the image tower's unit-norm embeddings of every row, cached likewise."""
+    store = _find(dataset, _image_trunk(model, dataset, model.visual.image_size))
 
     def compute() -> Iterator[tuple[I64, Tensor]]:
         for start in range(0, len(dataset), chunk):
             rows = np.arange(start, min(start + chunk, len(dataset)))
-            yield rows, embed_images(model, dataset, rows, chunk)
+            yield rows, embed_images(model, dataset, rows, chunk, store)
             progress("image embeddings", int(rows[-1]) + 1, len(dataset))
 
     inputs = (dataset.fingerprint, model.visual.image_size, _computation(model.visual.config))
@@ -122,8 +128,9 @@ def text_features(
 def _stored(
     dataset: Dataset, name: str, count: int, compute: Callable[[], Iterator[tuple[I64, Tensor]]]
 ) -> Store:
-    final = dataset.path / "embeddings" / name / "features.npy"
-    if not final.is_file():
+    store = _find(dataset, name)
+    if store is None:
+        final = _path(dataset, name)
         with replacing(final) as partial:
             out: np.memmap[Any, np.dtype[np.float16]] | None = None
             for places, part in compute():
@@ -134,7 +141,17 @@ def _stored(
                 out[places] = values
             assert out is not None, "a dataset has at least one row"
             out.flush()
-    return np.load(final, mmap_mode="r")
+        store = np.load(final, mmap_mode="r")
+    return store
+
+
+def _path(dataset: Dataset, name: str) -> Path:
+    return dataset.path / "embeddings" / name / "features.npy"
+
+
+def _find(dataset: Dataset, name: str) -> Store | None:
+    path = _path(dataset, name)
+    return np.load(path, mmap_mode="r") if path.is_file() else None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pennyclip.atomic import remove, replacing, write_text
+from pennyclip.atomic import partials, remove, replacing, write_text
 from pennyclip.data.groups import group_rows, normalised, split_rows
 from pennyclip.data.images import MAX_PIXELS
 from pennyclip.data.index import ROW, SCHEMA_VERSION
@@ -217,6 +217,9 @@ def _claimed(out: Path, request: dict[str, Any]) -> Iterator[None]:
         with locked(out, fcntl.LOCK_EX | fcntl.LOCK_NB):
             with locked(out / "shards", fcntl.LOCK_EX):
                 pass  # workers of a killed run have gone
+            for folder in (".", "shards", "index", "keep"):
+                for partial in partials(out / folder):
+                    remove(partial)
             if record.is_file():
                 _compare(out, json.loads(record.read_text(encoding="utf-8")), request)
             else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pennyclip.atomic import remove, write_text
+from pennyclip.atomic import partials, remove, write_text
 from pennyclip.checkpoint import Checkpoint, checkpoints
 from pennyclip.config import Config
 from pennyclip.config_file import read_toml, to_toml, to_tree
@@ -47,20 +47,22 @@ def open_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
         out.mkdir(parents=True, exist_ok=True)
         write_text(written, to_toml(config))
         return RunFolder(out, None)
-    before = read_toml(written)
+    for partial in partials(out / "checkpoints"):
+        remove(partial)  # what a killed save left
+    before, found = read_toml(written), checkpoints(out)
+    if not found:  # nothing was trained that another request could harm
+        write_text(written, to_toml(config))
+        return RunFolder(out, None)
     if before != config:
         changed = ", ".join(_differences(to_tree(before), to_tree(config)))
         raise RequestError(
             f"{out} holds a run of another request; different: {changed}. Choose another --out, "
             f"or go on with the run as it is: pennyclip train --resume {out}"
         )
-    for partial in (out / "checkpoints").glob(".*.tmp"):
-        remove(partial)  # what a killed save left
-    found = checkpoints(out)
-    run = RunFolder(out, found[-1] if found else None)
+    run = RunFolder(out, found[-1])
     if not proceed and not run.done(steps):
         raise RequestError(
-            f"{out} holds this very run, unfinished at update {found[-1].step if found else 0} of "
+            f"{out} holds this very run, unfinished at update {found[-1].step} of "
             f"{steps}. Go on with: pennyclip train --resume {out}"
         )
     return run

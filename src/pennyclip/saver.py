@@ -11,13 +11,14 @@ from pennyclip.errors import RunError
 from pennyclip.model.clip import CLIP
 from pennyclip.optim.state import read_state
 from pennyclip.run_folder import RunFolder
+from pennyclip.scaling import LossScaler
 from pennyclip.session import Rows
 from pennyclip.telemetry.console import Console
 from pennyclip.telemetry.metrics import Metrics
 
 
 class Saver:
-    """Saves at the end, when the score is the best so far, and every N steps or minutes."""
+    """Saves at the end of a stage or of the run, when the score is the best so far, and every N steps or minutes."""
 
     def __init__(
         self, config: Config, run: RunFolder, rows: Rows, metrics: Metrics, console: Console
@@ -28,11 +29,11 @@ class Saver:
         self._top = max(scores, default=-math.inf)
         self._saved_at = time.monotonic()
 
-    def is_due(self, step: int, score: float | None, last: bool) -> bool:
+    def is_due(self, step: int, score: float | None, ending: bool) -> bool:
         """Whether to save after update `step`, whose evaluation, if any, gave `score`."""
         every = self._config.every_steps
         return (
-            last
+            ending
             or (score is not None and score > self._top)
             or (every is not None and step % every == 0)
             or time.monotonic() - self._saved_at > 60 * self._config.every_minutes
@@ -44,16 +45,27 @@ class Saver:
         score: float | None,
         model: CLIP,
         optimizer: torch.optim.Optimizer,
+        skipped: int,
+        scaler: LossScaler | None,
         last: bool,
     ) -> None:
         """Write a checkpoint. Where it cannot be written, earlier ones stay and the run goes on.
+
+        Args:
+            step: batches trained on.
+            skipped: those of them from which no update was made.
+            last: nothing comes after it.
 
         Raises:
             RunError: the last checkpoint of the run could not be written.
         """
         start = time.monotonic()
         self._saved_at = start
-        trainer = {"optimizer": read_state(optimizer, model)}
+        trainer = {
+            "optimizer": read_state(optimizer, model),
+            "skipped": skipped,
+            "scaler": scaler.state() if scaler else None,
+        }
         try:
             path = save(
                 self._run.path,
@@ -62,6 +74,7 @@ class Saver:
                 model,
                 trainer,
                 self._rows.text_folder,
+                self._rows.dataset.fingerprint,
                 self._config.keep,
             )
         except OSError as error:

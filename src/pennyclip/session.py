@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from pennyclip.config import Config, Stage
+from pennyclip.caching import check_cacheable
+from pennyclip.config import Config, Evaluation, Stage
 from pennyclip.data.index import Dataset
 from pennyclip.data.loader import Loader
 from pennyclip.data.order import I64
@@ -47,14 +48,40 @@ def open_rows(config: Config) -> Rows:
         raise RequestError("no dataset was given: add --data DATASET")
     dataset = Dataset(config.data)
     split = config.evaluate.split
+    evaluation = None
+    if split in dataset.subsets() or split != Evaluation.split:
+        evaluation = dataset.subset(split)
+    if evaluation is not None and len(evaluation) < 2:
+        evaluation = None  # nothing to tell apart
     folder = text_folder(config.model)
     return Rows(
         dataset=dataset,
         train=dataset.subset(config.subset),
-        evaluation=dataset.subset(split) if split in dataset.subsets() else None,
+        evaluation=evaluation,
         tokens=TokenStore.open(dataset, make_tokenizer(config.model, folder)),
         text_folder=folder,
     )
+
+
+def check_stages(model: CLIP, config: Config) -> None:
+    """Find out before the first update what would fail in a later stage.
+
+    Raises:
+        RequestError: a stage asks for layers, a mask or an image size that the towers don't have,
+            or there is no such optimizer.
+    """
+    if config.optim.name not in OPTIMIZERS:
+        raise RequestError(f"optim.name '{config.optim.name}': known are {', '.join(OPTIMIZERS)}")
+    for stage in config.stages:
+        freeze(model, stage.image_layers, stage.text_layers)
+        model.visual.check_image_size(stage.image_size or config.model.image.image_size)
+        if stage.mask_ratio > 0:
+            model.visual.patches()
+            if stage.image_layers == "none":
+                raise RequestError(
+                    "mask_ratio is set, and the image trunk is frozen: its features are computed "
+                    "once, from whole images. Set mask_ratio to 0, or let image layers learn."
+                )
 
 
 @dataclass(frozen=True)
@@ -91,22 +118,11 @@ def enter_stage(
 
     Args:
         state: optimizer state by parameter name; parameters that go on learning keep theirs.
-
-    Raises:
-        RequestError: the stage asks for what cannot be.
     """
-    if config.optim.name not in OPTIMIZERS:
-        raise RequestError(f"optim.name '{config.optim.name}': known are {', '.join(OPTIMIZERS)}")
     model.visual.set_image_size(stage.image_size or config.model.image.image_size)
     freeze(model, stage.image_layers, stage.text_layers)
-    patches = 0
-    if stage.mask_ratio > 0:
-        patches = model.visual.patches()
-        if stage.image_layers == "none":
-            raise RequestError(
-                "mask_ratio is set, and the image trunk is frozen: its features are computed once, "
-                "from whole images. Set mask_ratio to 0, or let image layers learn."
-            )
+    check_cacheable(model, config)
+    patches = model.visual.patches() if stage.mask_ratio > 0 else 0
     trunks = {
         "image": [[f"visual.{n}" for n in names] for names in model.visual.layers()],
         "text": [[f"text.{n}" for n in names] for names in model.text.layers()],
@@ -120,12 +136,6 @@ def enter_stage(
     image_store = text_store = None
     with evaluating(model):
         if stage.image_layers == "none":
-            if config.augment.crop_scale != (1.0, 1.0):
-                raise RequestError(
-                    "the image trunk is frozen, so its features are computed once, and "
-                    "augment.crop_scale would have no effect. Set it to [1, 1], or let image "
-                    "layers learn."
-                )
             image_store = image_features(model, rows.dataset, image_size, chunk, progress)
         if stage.text_layers == "none":
             text_store = text_features(model, rows.dataset, rows.tokens, length, chunk, progress)
@@ -137,7 +147,7 @@ def enter_stage(
         seed=config.seed,
         image_size=image_size,
         text_length=min(stage.text_length or length, length),
-        crop_scale=config.augment.crop_scale,
+        crop_scale=config.augment.crop_scale if image_store is None else (1.0, 1.0),
         workers=config.workers,
         image_features=image_store,
         text_features=text_store,
@@ -153,6 +163,8 @@ def table(setup: Setup, plan: Plan, number: int) -> str:
         f"(warm-up {plan.warmup}): images {loader.image_size} px, mask {stage.mask_ratio:g}, text "
         f"up to {loader.text_length} tokens"
     ]
+    if loader.image_features is not None:
+        lines.append("  the image trunk is frozen: its features are stored, from uncropped images")
     for group in setup.optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
         lines.append(

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from pennyclip.config import Config, Stage
+from pennyclip.config import Augment, Config, Stage
 from pennyclip.errors import RequestError
 
 
@@ -30,15 +30,17 @@ class Plan:
         """Number of the stage to which update `step` (from 0) belongs."""
         return next(i for i, end in enumerate(self.ends) if step < end)
 
-    def lr_factor(self, step: int) -> float:
+    def lr_factor(self, step: int, skipped: int = 0) -> float:
         """Share of the peak rate in update `step`: linear warm-up, then a cosine, by stage.
 
-        Loshchilov and Hutter 2017, equation 5, without restarts.
+        Loshchilov and Hutter 2017, equation 5, without restarts. Batches that were `skipped`
+        before, no update being made from them, do not move the rate along its course.
         """
-        if step < self.warmup:
-            course = (step + 1) / self.warmup
+        made = step - skipped
+        if made < self.warmup:
+            course = (made + 1) / self.warmup
         else:
-            progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+            progress = (made - self.warmup) / max(1, self.steps - self.warmup)
             floor = self.min_lr_share
             course = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
         return course * self.stages[self.stage(step)].lr_factor
@@ -61,6 +63,13 @@ def make_plan(config: Config, rows: int) -> Plan:
             f"batch_size = {batch}: a contrastive loss compares at least 2 pairs; with 1 it is 0 "
             "whatever the model does. Raise batch_size."
         )
+    for name, value in (
+        ("log_every", config.log_every),
+        ("checkpoint.keep", config.checkpoint.keep),
+        ("evaluate.chunk", config.evaluate.chunk),
+    ):
+        if value < 1:
+            raise RequestError(f"{name} = {value}: expected at least 1")
     if rows < batch:
         raise RequestError(
             f"the subset '{config.subset}' has {rows} rows, fewer than batch_size = {batch}: every "
@@ -68,10 +77,21 @@ def make_plan(config: Config, rows: int) -> Plan:
         )
     if not config.stages:
         raise RequestError("the recipe has no stages: add at least one [[stages]] with its epochs")
+    if config.augment != Augment() and all(s.image_layers == "none" for s in config.stages):
+        raise RequestError(
+            "augment would have no effect: the image trunk is frozen in every stage, so its "
+            "features are computed once, from whole images. Leave augment out, or let image layers "
+            "learn."
+        )
     ends, total = [], 0
     for number, stage in enumerate(config.stages):
         if (stage.epochs is None) == (stage.samples is None):
             raise RequestError(f"stages[{number}]: give either epochs or samples")
+        if stage.text_length is not None and stage.text_layers == "none":
+            raise RequestError(
+                f"stages[{number}]: text_length would have no effect: the text trunk is frozen, "
+                "its features are computed once, from whole captions. Leave it out."
+            )
         samples = stage.samples if stage.samples is not None else (stage.epochs or 0) * rows
         steps = math.ceil(samples / batch)
         if steps < 1:

@@ -14,7 +14,8 @@ import torch
 from pennyclip.checkpoint import Checkpoint, best, checkpoints, load_model, load_trainer
 from pennyclip.config import Config
 from pennyclip.config_file import read_toml, to_tree
-from pennyclip.data.order import mix
+from pennyclip.data.augment import STEP
+from pennyclip.data.order import draw
 from pennyclip.errors import RequestError
 from pennyclip.evaluate.retrieval import retrieval
 from pennyclip.features import Stores, embed_rows
@@ -22,10 +23,12 @@ from pennyclip.interrupt import Interrupt, Interrupted, listening
 from pennyclip.loss import LOSSES
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating
-from pennyclip.optim.state import State, read_state
+from pennyclip.optim.state import read_state
+from pennyclip.precision import choose
 from pennyclip.run_folder import RunFolder, open_run
 from pennyclip.saver import Saver
-from pennyclip.session import Rows, enter_stage, open_rows, table
+from pennyclip.scaling import make_scaler
+from pennyclip.session import Rows, check_stages, enter_stage, open_rows, table
 from pennyclip.stages import Plan, make_plan
 from pennyclip.telemetry.console import Console
 from pennyclip.telemetry.meter import Meter
@@ -41,7 +44,7 @@ class Outcome:
 
     run: Path
     steps: int
-    """Updates made."""
+    """Batches trained on; those that were skipped are counted in metrics.jsonl."""
     finished: bool
     best: Checkpoint | None
     """The checkpoint with the highest mean recall on the development split."""
@@ -78,18 +81,25 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
     run = open_run(config, out, proceed, plan.steps)
     if run.done(plan.steps):
         return Outcome(out, plan.steps, True, best(checkpoints(out)))
+    if run.last is not None and run.last.meta["dataset"] != rows.dataset.fingerprint:
+        raise RequestError(
+            f"{config.data} is another dataset than the one that {out} began with: it was prepared "
+            "anew. Start a new run with another --out, or bring the old dataset back."
+        )
     step = run.last.step if run.last else 0
     metrics, console = Metrics(run.metrics, resume_step=step), Console(plan.steps, step, quiet)
     try:
-        # Interrupted: before the first update, or between stages. Nothing is lost.
+        # Interrupted: between stages, each of which ends with a save. Nothing is lost.
         with listening() as asked, suppress(Interrupted):
-            step = _train(config, run, plan, rows, asked, metrics, console)
-        reason = f"signal {asked.name}" if asked.signal else "finished"
-        metrics.log("end", step, reason=reason)
+            _train(config, run, plan, rows, asked, metrics, console)
+        found = checkpoints(out)
+        step = found[-1].step if found else 0
+        finished = step == plan.steps
+        metrics.log("end", step, reason="finished" if finished else f"signal {asked.name}")
     finally:
         metrics.close()
         console.close()
-    return Outcome(out, step, step == plan.steps, best(checkpoints(out)), asked.exit_code)
+    return Outcome(out, step, finished, best(found), 0 if finished else asked.exit_code)
 
 
 def _train(
@@ -100,13 +110,24 @@ def _train(
     asked: Interrupt,
     metrics: Metrics,
     console: Console,
-) -> int:
-    """The loop. Returns the number of updates made."""
+) -> None:
+    """The loop.
+
+    `step` counts batches: it is the position in the data. `skipped` counts those of them from
+    which no update was made, and which therefore don't move the learning rate.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, state, step, start = _start(config, run, console)
+    model, trainer, step, start = _start(config, run, console)
     model.to(device)
-    metrics.log("start", step, **start, device=str(device))
+    choice = choose(config.precision, device, sum(start["parameters"].values()))
+    console.say(f"precision {choice.precision}: {choice.reason}")
+    metrics.log("start", step, **start, device=str(device), precision=vars(choice))
+    state, skipped = trainer["optimizer"], trainer["skipped"]
+    scaler = make_scaler(config, choice.precision)
+    if scaler and trainer["scaler"]:
+        scaler.load(trainer["scaler"])
     saver = Saver(config, run, rows, metrics, console)
+    check_stages(model, config)
 
     def progress(what: str, done: int, total: int) -> None:
         console.progress(what, done, total)
@@ -118,39 +139,45 @@ def _train(
         console.say(table(setup, plan, number))
         meter = Meter(config.batch_size)
         for batch in meter.waiting(setup.loader.batches(step, plan.ends[number])):
-            torch.manual_seed(step_seed(config.seed, step))
             record = update(
                 model,
                 LOSSES[config.loss],
                 setup.optimizer,
                 batch.to(device),
                 keep=setup.keep(step, device),
-                lr_factor=plan.lr_factor(step),
+                lr_factor=plan.lr_factor(step, skipped),
                 clip_norm=config.optim.clip_norm,
-                precision=config.precision,
+                precision=choice.precision,
+                scaler=scaler,
+                micro_batch=config.micro_batch,
+                seed=step_seed(config.seed, step),
             )
             step += 1
-            last = step == plan.steps or asked.signal is not None
-            meter.count(record["grad_norm"], config.optim.clip_norm)
-            if step % config.log_every == 0 or last:
-                record = meter.read(record, step, plan.rows)
+            ending = step in plan.ends or asked.signal is not None
+            meter.count(record, config.optim.clip_norm)
+            if record["skipped"]:
+                skipped += 1
+                metrics.log("event", step, name="update skipped", message=record["skipped"])
+            if step % config.log_every == 0 or ending:
+                record = meter.read(record | {"skipped": skipped}, step, plan.rows)
                 metrics.log("train", step, **record, rows=crc32(batch.rows.numpy().tobytes()))
                 console.update(step, record)
-            score = None
-            if plan.evaluation_is_due(step) and rows.evaluation is not None:
-                score = evaluate(model, config, rows, setup.stores, step, metrics, console)
-            if saver.is_due(step, score, last):
-                saver.save(step, score, model, setup.optimizer, last)
-            if last:
+            with meter.excluded():
+                score = None
+                if plan.evaluation_is_due(step) and rows.evaluation is not None:
+                    score = evaluate(model, config, rows, setup.stores, step, metrics, console)
+                if saver.is_due(step, score, ending):
+                    last = step == plan.steps or asked.signal is not None
+                    saver.save(step, score, model, setup.optimizer, skipped, scaler, last)
+            if asked.signal is not None:
                 break
         state = read_state(setup.optimizer, model)
-    return step
 
 
 def _start(
     config: Config, run: RunFolder, console: Console
-) -> tuple[CLIP, State, int, dict[str, Any]]:
-    """The model, optimizer state and step to begin with, and what the start record says."""
+) -> tuple[CLIP, dict[str, Any], int, dict[str, Any]]:
+    """The model, trainer state and step to begin with, and what the start record says."""
     if run.last is None:
         loss = LOSSES[config.loss]
         model, matches = build(
@@ -158,11 +185,10 @@ def _start(
         )
         for match in matches:
             console.say(render(match))
-        state, step = State(), 0
+        trainer, step = {"optimizer": {}, "skipped": 0, "scaler": None}, 0
         weights = {"weights": [match.summary() for match in matches]}
     else:
-        model, trainer = load_model(run.last), load_trainer(run.last)
-        state, step = trainer["optimizer"], run.last.step
+        model, trainer, step = load_model(run.last), load_trainer(run.last), run.last.step
         weights = {}
     record = {
         "request": to_tree(config),
@@ -178,12 +204,12 @@ def _start(
         },
         **weights,
     }
-    return model, state, step, record
+    return model, trainer, step, record
 
 
 def step_seed(seed: int, step: int) -> int:
     """Seeds everything random inside an update, so that any update can be had again."""
-    return int(mix(np.array([seed, step]).astype(np.uint64)).sum() >> np.uint64(1))
+    return int(draw(seed, STEP, np.array([0]), np.array([step]))[0] >> np.uint64(1))
 
 
 def evaluate(

@@ -48,7 +48,7 @@ def test_open_clip_gives_the_same_embeddings(
     with torch.no_grad():  # so that positions and biases count
         for parameter in model.text.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
-    folder = save(tmp_path, 3, None, model, {"optimizer": {}}, text_folder(config), keep=1)
+    folder = save(tmp_path, 3, None, model, {"optimizer": {}}, text_folder(config), "", keep=1)
     ours = load(folder)
     images, texts = ours.encode_image(PICTURES), ours.encode_text(TEXTS)
 

@@ -8,7 +8,7 @@ from pennyclip.data.order import I64, draw, uniform
 MAX_ASPECT = 4 / 3  # Szegedy et al. 2015, section 6: crops between 3:4 and 4:3
 
 # What a random number is drawn for; order.py uses purpose 0 for the permutation.
-CAPTION, AREA, ASPECT, LEFT, TOP = range(1, 6)
+CAPTION, AREA, ASPECT, LEFT, TOP, STEP = range(1, 7)
 
 Boxes = npt.NDArray[np.float64]
 

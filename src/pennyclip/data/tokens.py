@@ -8,7 +8,6 @@ The context length is not part of it: captions are cut when they are read.
 """
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pennyclip.atomic import flush, remove
+from pennyclip.atomic import remove, replacing
 from pennyclip.data.index import Dataset
 from pennyclip.data.text import I64, Tokenizer, padded_length
 from pennyclip.errors import RunError
@@ -91,13 +90,10 @@ class TokenStore:
 
 
 def _build(dataset: Dataset, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a store under a temporary name, flush it, and rename it."""
-    partial = folder.parent / f".{folder.name}.{os.getpid()}.tmp"  # two runs may build at once
-    remove(partial)
-    partial.mkdir(parents=True)
-    try:
-        dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
-        counts = [0]
+    dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
+    counts = [0]
+    with replacing(folder) as partial:
+        partial.mkdir()
         with (partial / "ids.npy").open("wb") as file:
             _write_header(file, dtype, 0)
             for captions in _captions(dataset):
@@ -108,16 +104,6 @@ def _build(dataset: Dataset, tokenizer: Tokenizer, folder: Path) -> None:
             _write_header(file, dtype, sum(counts))
         np.save(partial / "starts.npy", np.cumsum(counts, dtype=np.int64))
         (partial / "meta.json").write_text(json.dumps({"dataset": dataset.fingerprint}) + "\n")
-        for path in [*partial.iterdir(), partial]:
-            flush(path)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another run was first, with the same content
-                raise
-        flush(folder.parent)
-    finally:
-        remove(partial)
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:

@@ -46,6 +46,11 @@ class ImageTower(nn.Module):
         if config.activation is not None:
             set_activation(self.trunk, config.activation)
         self.selection = install_selection(self.trunk)
+        # Convolutions run about twice as fast with the channels last (measured on CPUs; NVIDIA's
+        # guide says the same of its 16-bit kernels).
+        convolutional = self.selection is None
+        self.memory_format = torch.channels_last if convolutional else torch.contiguous_format
+        self.trunk.to(memory_format=self.memory_format)
         self.image_size = config.image_size
         mean = config.mean or tuple(self.trunk.pretrained_cfg["mean"])
         std = config.std or tuple(self.trunk.pretrained_cfg["std"])
@@ -66,27 +71,38 @@ class ImageTower(nn.Module):
             )
         self.head = nn.Sequential(layers)
 
-    def set_image_size(self, size: int) -> None:
-        """Take images of another size from now on; position embeddings are resampled (timm's way:
-        bicubic with antialiasing).
-
-        Raises:
-            RequestError: the trunk is built for one size.
+    def check_image_size(self, size: int) -> None:
         """
-        if size == self.image_size:
-            return
-        if hasattr(self.trunk, "set_input_size"):
-            self.trunk.set_input_size(img_size=(size, size))
-        elif hasattr(self.trunk, "patch_embed"):
+        Raises:
+            RequestError: the trunk cannot take images of this size.
+        """
+        movable = hasattr(self.trunk, "set_input_size") or not hasattr(self.trunk, "patch_embed")
+        if size != self.image_size and not movable:
             raise RequestError(
                 f"image_size = {size}: '{self.config.name}' is built for {self.image_size} pixels "
                 "and cannot change. Leave the stage's image_size out."
             )
+        embed = getattr(self.trunk, "patch_embed", None)
+        patch = getattr(embed, "patch_size", (1, 1))[0]
+        if size % patch:
+            raise RequestError(
+                f"image_size = {size} is no multiple of the {patch} pixel patches of "
+                f"'{self.config.name}'. Take {-(-size // patch) * patch}."
+            )
+
+    def set_image_size(self, size: int) -> None:
+        """Take images of another size from now on; position embeddings are resampled (timm's way:
+        bicubic with antialiasing)."""
+        if size == self.image_size:
+            return
+        if hasattr(self.trunk, "set_input_size"):
+            self.trunk.set_input_size(img_size=(size, size))
         self.image_size = size
         self.config = replace(self.config, image_size=size)
 
     def normalize(self, images: UInt8[Tensor, "B 3 H W"]) -> Float[Tensor, "B 3 H W"]:
-        return (images - self.mean) / self.std
+        normal = (images - self.mean) / self.std
+        return normal.contiguous(memory_format=self.memory_format)
 
     def patches(self) -> int:
         """Patches of an image, from which `masking.keep_indices` chooses.

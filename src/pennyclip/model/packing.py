@@ -68,6 +68,7 @@ def packed(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout
 
 def padded(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout:
     """Every place, padding too: shapes that don't depend on the lengths."""
+    lengths = lengths.to(tokens.device)
     captions, length = tokens.shape
     firsts = torch.arange(captions + 1, device=tokens.device) * length
     return Layout(captions, length, None, firsts.int(), firsts[:-1] + lengths - 1)

@@ -163,6 +163,7 @@ class ClipTextTower(nn.Module):
 
         With shorter padding its zero-shot scores collapse.
         """
+        lengths = lengths.to(tokens.device)
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         tokens = tokens.masked_fill(~real, pad_id)
         missing = self.context_length - tokens.shape[1]

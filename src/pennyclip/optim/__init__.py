@@ -6,6 +6,9 @@ from typing import Any
 import torch
 
 from pennyclip.config import Optim
+from pennyclip.optim.lamb import Lamb, Variant
+
+Make = Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer]
 
 
 def _adamw(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer:
@@ -13,7 +16,18 @@ def _adamw(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], Optim], torch.optim.Optimizer]] = {
-    "adamw": _adamw
+def _lamb(variant: Variant) -> Make:
+    def make(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer:
+        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, variant=variant)
+
+    make.__doc__ = f"LAMB (You et al. 2020) for large batches, variant '{variant}'."
+    return make
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": _adamw,
+    "lamb": _lamb("paper"),
+    "nvlamb": _lamb("nvlamb"),
+    "eva-lamb": _lamb("eva"),
 }
 """By the name that a recipe uses."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +18,12 @@ class Meter:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._first = time.perf_counter()
         self._restart()
 
     def _restart(self) -> None:
         self._start = time.perf_counter()
-        self._waited = 0.0
-        self._updates = 0
+        self._waited = self._excluded = 0.0
+        self._batches = 0
         self._clipped: list[torch.Tensor] = []
 
     def waiting(self, batches: Iterable[T]) -> Iterator[T]:
@@ -38,25 +38,32 @@ class Meter:
             self._waited += time.perf_counter() - start
             yield batch
 
-    def count(self, grad_norm: torch.Tensor, clip_norm: float) -> None:
-        """An update was made."""
-        self._updates += 1
-        self._clipped.append(grad_norm > clip_norm)
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Time spent inside (evaluating, saving) is not the training's."""
+        start = time.perf_counter()
+        yield
+        self._excluded += time.perf_counter() - start
+
+    def count(self, record: dict[str, Any], clip_norm: float) -> None:
+        """A batch was seen, and an update made from it unless it was skipped."""
+        self._batches += 1
+        if not record["skipped"]:
+            self._clipped.append(record["grad_norm"] > clip_norm)
 
     def read(self, record: dict[str, Any], step: int, rows: int) -> dict[str, Any]:
         """The last update's metrics as plain numbers, with the rates since the last reading."""
         plain = {
             key: value.item() if torch.is_tensor(value) else value for key, value in record.items()
         }
-        now = time.perf_counter()
+        seconds = time.perf_counter() - self._start - self._excluded
         samples = step * self._batch_size
         plain |= {
             "samples": samples,
             "epoch": samples / rows,
-            "clipped": torch.stack(self._clipped).float().mean().item(),
-            "samples_per_second": self._updates * self._batch_size / (now - self._start),
-            "input_wait": self._waited / (now - self._start),
-            "seconds": now - self._first,
+            "clipped": torch.stack(self._clipped).float().mean().item() if self._clipped else 0.0,
+            "samples_per_second": self._batches * self._batch_size / seconds,
+            "input_wait": self._waited / seconds,
         }
         self._restart()
         return plain

@@ -2,11 +2,13 @@
 
 Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By kind, further:
 
-    start       at each start or resume: request, machine, versions, parameters, perhaps weights
+    start       at each start or resume: request, machine, versions, parameters, precision and why,
+                perhaps weights
     train       samples, epoch, loss, logit_scale (the log, as the model owns it), lr by group,
                 grad_norm (before clipping), clipped (share of updates), accuracy (in the batch),
                 candidates (pairs a row is told apart from, itself included), samples_per_second,
-                input_wait (share of the time), seconds
+                input_wait (share of the time), seconds, skipped (batches of the run from which no
+                update was made); in fp16 also loss_scale, overflows (in the run)
     eval        split, metrics by name; `checkpoint` where it was made after the run
     checkpoint  path, seconds
     event       name, message, evidence

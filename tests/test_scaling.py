@@ -1,0 +1,309 @@
+"""Loss scaling: overflows cost a batch each, and nothing else."""
+
+import json
+import math
+import random
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pennyclip.checkpoint import checkpoints
+from pennyclip.config import Checkpointing, ClipText, Config, LossScaling, Stage
+from pennyclip.config_file import load_recipe, to_toml
+from pennyclip.data.index import Dataset
+from pennyclip.errors import RequestError, RunError
+from pennyclip.loss import LOSSES, Features
+from pennyclip.model.clip import CLIP
+from pennyclip.model.freezing import freeze
+from pennyclip.scaling import LossScaler
+from pennyclip.stages import make_plan
+from pennyclip.telemetry.metrics import read_metrics
+from pennyclip.train import resume, train
+from pennyclip.update import update
+from update_batches import adamw, gradients, pairs, tiny_clip, weights
+
+FP16: dict[str, Any] = {"lr_factor": 1.0, "clip_norm": 1.0, "precision": "fp16"}
+
+
+def test_the_scale_falls_at_once_and_rises_slowly() -> None:
+    scaler = LossScaler(LossScaling(start=64.0, growth=4.0, backoff=0.25, interval=3, floor=2.0))
+    scales = []
+    for happened in "uuou uuuo oooo u".replace(" ", ""):
+        scaler.updated() if happened == "u" else scaler.overflowed()
+        scales.append(scaler.scale)
+    assert scales == [64, 64, 16, 16, 16, 64, 64, 16, 4, 2, 2, 2, 2]
+    assert scaler.overflows == 6
+    assert scaler.in_a_row == 0
+
+
+@given(st.text("uo", max_size=300), st.integers(0, 300))
+def test_a_resumed_scaler_goes_on_as_if_it_had_not_stopped(happened: str, cut: int) -> None:
+    config = LossScaling(start=2.0**10, interval=2, patience=5)
+    straight = broken = LossScaler(config)
+    broken = LossScaler(config)
+    for number, event in enumerate(happened):
+        if number == cut:
+            state = json.loads(json.dumps(broken.state()))
+            broken = LossScaler(config)
+            broken.load(state)
+        for scaler in (straight, broken):
+            scaler.updated() if event == "u" else scaler.overflowed()
+        assert vars(straight) == vars(broken)
+        assert straight.scale >= 1
+        assert straight.exhausted == happened[: number + 1].endswith("o" * 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"floor": 0.5}, "floor must be at least 1"),
+        ({"start": 1.0, "floor": 2.0}, "start must not lie below"),
+        ({"growth": 1.0}, "growth"),
+        ({"backoff": 1.0}, "backoff"),
+        ({"interval": 0}, "interval"),
+        ({"patience": 0}, "patience"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        LossScaler(LossScaling(**values))
+
+
+def frozen() -> CLIP:
+    """Only heads and temperature learn, from stored features: an update takes a millisecond."""
+    model = tiny_clip()
+    freeze(model, "none", "none")
+    return model
+
+
+def stored(number: int, factor: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        "image_features": factor * torch.randn(4, 192, generator=generator),
+        "text_features": torch.randn(4, 32, generator=generator),
+    }
+
+
+def test_17_overflows_in_a_row_stop_the_run_and_change_nothing() -> None:
+    """Case 5 of the ten with known answers."""
+    model, batch = frozen(), pairs(4, **stored(0))
+    optimizer, scaler, before = adamw(model), LossScaler(LossScaling()), weights(model)
+    name = "visual.head.proj.weight"
+    model.get_parameter(name).register_hook(lambda gradient: gradient * math.inf)
+    scales = []
+    for number in range(16):
+        record = update(model, LOSSES["infonce"], optimizer, batch, scaler=scaler, **FP16)
+        scales.append(record["loss_scale"])
+        assert f"the gradient of {name} is not finite" in record["skipped"]
+        assert record["overflows"] == number + 1
+    assert scales == [2.0 ** (16 - n) for n in range(16)]
+    with pytest.raises(RunError, match="17 batches in a row") as caught:
+        update(model, LOSSES["infonce"], optimizer, batch, scaler=scaler, **FP16)
+    assert name in str(caught.value)
+    assert scaler.scale == 1.0
+    assert not optimizer.state
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+PATTERNS = {
+    "every other": [n % 2 == 0 for n in range(400)],
+    "bursts of 16": [n % 20 < 16 for n in range(250)],
+    "one in three": [n % 3 == 1 for n in range(600)],
+    "first all, then none": [n // 12 % 2 == 0 for n in range(400)],
+    "random": random.Random(0).sample([True] * 200 + [False] * 200, 400),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_200_overflows_leave_no_trace_in_weights_and_schedule(pattern: list[bool]) -> None:
+    """Half of them in the forward pass (features beyond float16), half in the backward pass.
+
+    The scale grows so fast that real overflows come on top.
+    """
+    model = frozen()
+    optimizer = adamw(model)
+    scaler = LossScaler(LossScaling(start=64.0, interval=2, patience=25))
+    inject = False
+    model.visual.head.proj.weight.register_hook(lambda g: g * math.inf if inject else g)
+    skipped = 0
+    assert sum(pattern) >= 200
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, overflow in enumerate(pattern):
+            inject = overflow and step % 4 < 2
+            factor = 1e6 if overflow and not inject else 1.0
+            before, lr_factor = weights(model), 1 / (1 + step - skipped)
+            record = update(
+                model,
+                LOSSES["infonce"],
+                optimizer,
+                pairs(4, **stored(step, factor)),
+                scaler=scaler,
+                **FP16 | {"lr_factor": lr_factor},
+            )
+            assert record["skipped"] or not overflow
+            skipped += bool(record["skipped"])
+            after = weights(model)
+            changed = [name for name in after if not torch.equal(after[name], before[name])]
+            assert bool(changed) != bool(record["skipped"])
+            assert all(torch.isfinite(value).all() for value in after.values())
+            assert set(record["lr"].values()) == {1e-3 * lr_factor}
+    made = len(pattern) - skipped
+    assert made > 20
+    assert record["overflows"] == skipped
+    assert {float(state["step"]) for state in optimizer.state.values()} == {float(made)}
+
+
+def test_a_scale_that_is_too_large_comes_down_to_one_that_works() -> None:
+    """Real overflows: the scaled gradient does not fit into float16."""
+    model, batch = frozen(), pairs(4, **stored(0))
+    optimizer, scaler = adamw(model, 1e-6), LossScaler(LossScaling(start=2.0**24))
+    records = [
+        update(model, LOSSES["infonce"], optimizer, batch, scaler=scaler, **FP16) for _ in range(16)
+    ]
+    outcome = [bool(record["skipped"]) for record in records]
+    assert outcome == sorted(outcome, reverse=True)
+    assert 2 < sum(outcome) < 14
+    assert "the gradient of visual.head.proj.weight" in records[0]["skipped"]
+
+
+@pytest.mark.parametrize("clip_norm", [1e-2, 1e3])
+def test_the_norm_that_is_clipped_does_not_depend_on_the_scale(clip_norm: float) -> None:
+    """In float32 a power of two changes no bit."""
+    found = []
+    for start in (1.0, 2.0**10, 2.0**16):
+        model = frozen()
+        record = update(
+            model,
+            LOSSES["infonce"],
+            adamw(model),
+            pairs(4, **stored(0)),
+            scaler=LossScaler(LossScaling(start=start)),
+            **FP16 | {"precision": "fp32", "clip_norm": clip_norm},
+        )
+        found.append((float(record["grad_norm"]), gradients(model), weights(model)))
+    assert clip_norm == 1e3 or found[0][0] > clip_norm
+    for norm, clipped, after in found[1:]:
+        assert norm == found[0][0]
+        assert all(torch.equal(value, found[0][1][name]) for name, value in clipped.items())
+        assert all(torch.equal(value, found[0][2][name]) for name, value in after.items())
+
+
+# Through the loop.
+
+BATCH, STEPS = 8, 12
+
+
+def request(dataset: Path, **changed: Any) -> Config:
+    recipe = load_recipe("scratch-vit-tiny")
+    image = replace(recipe.model.image, image_size=32)
+    stage = Stage(samples=BATCH * STEPS, image_layers="none")
+    config = replace(
+        recipe,
+        data=str(dataset),
+        model=replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1)),
+        stages=(stage,),
+        augment=type(recipe.augment)(),
+        batch_size=BATCH,
+        precision="fp16",
+        log_every=1,
+        workers=0,
+        loss_scaling=LossScaling(start=1024.0, interval=2, patience=4),
+        checkpoint=Checkpointing(every_steps=1),
+        evaluate=replace(recipe.evaluate, every_epochs=9.0),
+    )
+    return replace(config, **changed)
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, on: Any) -> list[int]:
+    """Make the loss infinite in the batches for which `on(rows)`; the list counts them all."""
+    calls: list[int] = []
+    sound = LOSSES["infonce"].compute
+
+    def compute(features: Features) -> tuple[Tensor, dict[str, float | Tensor]]:
+        calls.append(1)
+        value, metrics = sound(features)
+        return value + (math.inf if on(features.rows) else 0.0), metrics
+
+    monkeypatch.setitem(LOSSES, "infonce", replace(LOSSES["infonce"], compute=compute))
+    return calls
+
+
+def updates(run: Path) -> list[dict[str, Any]]:
+    times = {"time", "samples_per_second", "input_wait", "seconds"}
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] in ("train", "event")]
+    return [{key: r[key] for key in r if key not in times} for r in records]
+
+
+def test_a_resumed_run_with_overflows_equals_an_unbroken_one(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = request(small_dataset)
+
+    def bad(rows: Tensor) -> bool:
+        return int(rows.sum()) % 3 == 0
+
+    overflowing(monkeypatch, bad)
+    train(config, tmp_path / "straight", quiet=True)
+
+    def broken(rows: Tensor) -> bool:
+        if len(calls) == 8:
+            raise OSError("pulled the plug")
+        return bad(rows)
+
+    calls = overflowing(monkeypatch, broken)
+    with pytest.raises(OSError, match="plug"):
+        train(config, tmp_path / "broken", quiet=True)
+    resume(tmp_path / "broken", quiet=True)
+
+    records = updates(tmp_path / "straight")
+    assert updates(tmp_path / "broken") == records
+    ends = [checkpoints(tmp_path / name)[-1].path for name in ("straight", "broken")]
+    one, other = (load_file(path / "model.safetensors") for path in ends)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    trainers = [torch.load(path / "trainer.pt", weights_only=True) for path in ends]
+    assert trainers[0]["scaler"] == trainers[1]["scaler"]
+    skips = [r for r in records if r["kind"] == "event"]
+    assert 2 <= len(skips) <= STEPS - 4
+    assert all("the loss is not finite" in r["message"] for r in skips)
+    assert [t["skipped"] for t in trainers] == [len(skips)] * 2
+    made = {float(s["step"]) for s in trainers[0]["optimizer"].values()}
+    assert made == {float(STEPS - len(skips))}
+
+    plan = make_plan(config, len(Dataset(small_dataset).subset("train")))
+    lines = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in lines] == list(range(1, STEPS + 1))
+    bad_steps = {r["step"] for r in skips}
+    for r in lines:
+        before = sum(step < r["step"] for step in bad_steps)
+        assert r["skipped"] == r["overflows"] == before + (r["step"] in bad_steps)
+        assert r["lr"]["heads"] == config.optim.lr * plan.lr_factor(r["step"] - 1 - before)
+
+
+def test_a_run_that_only_overflows_fails_with_1(
+    small_dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from pennyclip.cli import main
+
+    overflowing(monkeypatch, lambda rows: True)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(request(small_dataset)))
+    assert main(["train", str(recipe), "--out", str(tmp_path / "run")]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "the loss is not finite" in error
+    assert "4 batches in a row that overflowed; the loss scale is down to 64" in error
+    assert not checkpoints(tmp_path / "run")[-1:] or checkpoints(tmp_path / "run")[-1].step == 3
+    start = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    assert start["precision"]["precision"] == "fp16"
+    assert start["precision"]["reason"].startswith("as asked")
