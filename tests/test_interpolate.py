@@ -60,7 +60,7 @@ def test_sweep_scores_every_model_on_both_tasks() -> None:
 
     def distance(model: CLIP, to: CLIP) -> float:
         mine, other = model.text.positional_embedding, to.text.positional_embedding
-        return -float((mine - other).abs().max())
+        return -(mine - other).abs().max().item()
 
     points = sweep(
         start,

@@ -372,3 +372,13 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     assert len(Dataset(tmp_path / "out")) == 4
     table_file = pq.read_table(tmp_path / "out" / "index" / "000000.parquet")
     assert table_file["key"].to_pylist() == [f"{i:09d}" for i in range(4)]
+
+
+def test_a_picture_too_wide_for_jpeg_costs_itself(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, size in (("wide", (70_000, 100)), ("good", (40, 40))):
+        Image.new("RGB", size, (200, 10, 10)).save(source / f"{name}.png")
+        (source / f"{name}.txt").write_text(name)
+    summary = prepare([str(source)], tmp_path / "out", workers=1, quiet=True)
+    assert (summary.kept, summary.inputs) == (1, 2)

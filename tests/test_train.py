@@ -285,3 +285,27 @@ def test_answers_as_json(
     assert answer["steps"] == STEPS
     assert main(["train", "--resume", str(straight / "nowhere"), "--json"]) == 2
     assert "config.toml" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_kill_inside_the_removal_of_an_old_checkpoint_loses_nothing(tmp_path: Path) -> None:
+    """A kill -9 between rmtree's last unlink and its rmdir leaves an empty folder."""
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    whole = tmp_path / "checkpoints" / "step_000004"
+    whole.mkdir()
+    (whole / "meta.json").write_text('{"step": 4, "score": null}')
+    assert [c.step for c in checkpoints(tmp_path)] == [4]
+
+
+def test_a_refused_request_leaves_the_folder_free(small_dataset: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = ["train", "scratch-vit-tiny", "--data", str(small_dataset), "--out", str(run)]
+    argv += ["--batch-size", "8", "--model.image.name", "vit_nonsense"]
+    assert main(argv) == 2
+    assert not (run / "config.toml").exists()
+
+
+def test_an_output_that_is_a_file_is_a_wrong_request(small_dataset: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    argv = ["train", "scratch-vit-tiny", "--data", str(small_dataset), "--out", str(file)]
+    assert main([*argv, "--batch-size", "8"]) == 2

@@ -1,5 +1,6 @@
-"""Files that are either whole or not there: temporary name, flush, rename."""
+"""Files that are either whole or not there (temporary name, flush, rename), and who may write."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -51,8 +52,29 @@ def write_text(final: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, if it is there."""
+    """Remove a file or folder, if it is there. A folder is never seen with some of it gone."""
     if path.is_dir():
-        shutil.rmtree(path)
+        going = path if path.name.endswith(".tmp") else path.parent / f".{path.name}.tmp"
+        os.replace(path, going)
+        shutil.rmtree(going)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, kind: int) -> Iterator[None]:
+    """Hold an advisory lock on a folder; on file systems without locks, nothing.
+
+    Raises:
+        BlockingIOError: somebody else holds it, and `kind` says not to wait.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, kind)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                raise
+        yield
+    finally:
+        os.close(descriptor)

@@ -50,8 +50,8 @@ class Checkpoint:
 def checkpoints(run: Path) -> list[Checkpoint]:
     """The run's finished checkpoints, the oldest first."""
     found = []
-    for path in sorted((run / "checkpoints").glob("step_*")):
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    for file in (run / "checkpoints").glob("step_*/meta.json"):
+        path, meta = file.parent, json.loads(file.read_text(encoding="utf-8"))
         found.append(Checkpoint(path, meta["step"], meta["score"]))
     return sorted(found, key=lambda c: c.step)
 

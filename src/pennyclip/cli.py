@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import tyro
 from rich.console import Console
@@ -107,7 +107,8 @@ class Resume:
 def _outcome(outcome: Any) -> Answer:
     score = outcome.best.score if outcome.best else None
     state = "finished" if outcome.finished else "stopped"
-    text = f"{outcome.run}: {state} after {outcome.steps} updates"
+    done = "was already " if outcome.already_done else ""
+    text = f"{outcome.run}: {done}{state} after {outcome.steps} updates"
     if score is not None:
         text += f"; best mean recall on the development split {score:.1%}"
     text += "" if outcome.finished else f". Go on with: pennyclip train --resume {outcome.run}"
@@ -218,6 +219,29 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Export:
+    """A run's model in a form that other tools load, with a model card."""
+
+    run_: Annotated[Positional[Path], arg(metavar="RUN")]
+    """A run's folder, or a checkpoint's."""
+    to: Literal["open_clip", "hf", "onnx"]
+    """For open_clip's local-dir:, for transformers, or both towers as ONNX."""
+    out: Path
+    """The folder."""
+    checkpoint: str = "best"
+    """best, last or a step."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.export import export
+
+        made = export(self.run_, self.to, self.out, self.checkpoint)
+        lines = [f"{made.path}: {made.layout}", *made.notes, f"load it with: {made.load_line}"]
+        tree = dataclasses.asdict(made) | {"path": str(made.path)}
+        return Answer("\n".join(lines), json.loads(json.dumps(tree, default=str)))
+
+
+@dataclass(frozen=True)
 class Weights:
     """Whether a weights file fits a tower: every key and every parameter accounted for."""
 
@@ -257,9 +281,14 @@ COMMANDS: dict[str, type[Any]] = {
     "eval zeroshot": Zeroshot,
     "report": Report,
     "search": Search,
+    "export": Export,
     "weights": Weights,
     "list": List,
 }
+
+
+HELP = [[*command, flag] for command in ([], ["train"], ["eval"]) for flag in ("-h", "--help")]
+"""Where there is no single command whose help tyro could print."""
 
 
 def usage() -> str:
@@ -302,13 +331,17 @@ def parse(argv: Sequence[str]) -> Command:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or list(argv) in HELP:
         print(usage())
         return 0 if argv else 2
     try:
         command = parse(argv)
         answer = command.run()
-    except (RequestError, RunError) as error:
+    except SystemExit as refused:  # tyro has printed why, or the help
+        if "--json" in argv and refused.code:
+            print(json.dumps({"error": "the arguments were refused; standard error says why"}))
+        raise
+    except (RequestError, RunError, OSError) as error:
         Console(stderr=True).print(
             f"pennyclip: {error}", markup=False, highlight=False, soft_wrap=True
         )
@@ -316,6 +349,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": str(error)}))
         return 2 if isinstance(error, RequestError) else 1
     except KeyboardInterrupt:
+        if "--json" in argv:
+            print(json.dumps({"error": "stopped by Ctrl-C"}))
         return 130
     print(json.dumps(answer.tree) if command.json else answer.text)
     return answer.exit_code

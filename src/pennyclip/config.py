@@ -94,6 +94,8 @@ class Model:
     text: ClipText | TransformersText = field(default_factory=ClipText)
     embed_dim: int = 512
     """Width of the shared embedding space."""
+    head_dropout: float = 0.0
+    """Share of the trunks' features that is dropped before the heads in training."""
     logit_bias: bool = False
     """Whether the model owns a bias of the logits; set by the loss (sigmoid)."""
 

@@ -52,8 +52,16 @@ class Encoder:
                 tensor that already has the model's size.
 
         Raises:
+            TypeError: a single picture, or something that is no PIL image.
             ValueError: the tensor is not uint8 [N, 3, size, size].
         """
+        if not isinstance(images, Tensor) and not (
+            isinstance(images, Sequence) and all(isinstance(i, Image.Image) for i in images)
+        ):
+            raise TypeError(
+                f"expected a list of PIL images or a uint8 tensor, found {type(images).__name__}; "
+                "open files with PIL.Image.open, and write [image] for a single one"
+            )
         size = self.model.visual.image_size
         parts = [torch.empty(0, self.model.config.embed_dim)]
         for start in range(0, len(images), CHUNK):
@@ -72,7 +80,13 @@ class Encoder:
 
     @torch.no_grad()
     def encode_text(self, texts: Sequence[str]) -> Float[Tensor, "N D"]:
-        """Embed texts; a longer one than the model's context is cut."""
+        """Embed texts; a longer one than the model's context is cut.
+
+        Raises:
+            TypeError: a single text instead of a list.
+        """
+        if isinstance(texts, str):
+            raise TypeError("expected a list of texts, found one text; write [text]")
         length = self.model.text.context_length
         parts = [torch.empty(0, self.model.config.embed_dim)]
         for start in range(0, len(texts), CHUNK):

@@ -23,12 +23,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pennyclip.atomic import partials, remove, replacing, write_text
+from pennyclip.atomic import locked, partials, remove, replacing, write_text
 from pennyclip.data.groups import group_rows, normalised, split_rows
 from pennyclip.data.images import MAX_PIXELS
 from pennyclip.data.index import ROW, SCHEMA_VERSION
 from pennyclip.data.pool import run_tasks
-from pennyclip.data.shards import ShardTask, locked, make_shard
+from pennyclip.data.shards import ShardTask, make_shard
 from pennyclip.data.sources import Source, open_source
 from pennyclip.errors import RequestError, RunError
 from pennyclip.telemetry.progress import Counter as ProgressCounter

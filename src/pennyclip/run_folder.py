@@ -1,9 +1,12 @@
 """The folder of a run: whether a request may start in it, go on in it, or is already done."""
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pennyclip.atomic import partials, remove, write_text
+from pennyclip.atomic import locked, partials, remove, write_text
 from pennyclip.checkpoint import Checkpoint, checkpoints
 from pennyclip.config import Config
 from pennyclip.config_file import read_toml, to_toml, to_tree
@@ -27,12 +30,12 @@ class RunFolder:
         return self.last is not None and self.last.step >= steps
 
 
-def open_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
-    """Make a run's folder, or find it again.
+def find_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
+    """Look at a folder in which a run is to begin or to go on. Nothing is written.
 
     Args:
         config: the resolved request, with an absolute data path.
-        out: the folder.
+        out: the folder, which need not exist.
         proceed: go on where an unfinished run stopped.
         steps: updates in the whole run.
 
@@ -40,18 +43,16 @@ def open_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
         RequestError: the folder holds a run of another request, an unfinished one without
             `proceed`, or something else.
     """
-    written = out / "config.toml"
-    if not written.is_file():
+    if out.exists() and not out.is_dir():
+        raise RequestError(
+            f"{out} is a file; a run needs a folder of its own. Choose another --out."
+        )
+    if not (out / "config.toml").is_file():
         if out.exists() and any(out.iterdir()):
             raise RequestError(f"{out} exists and is not a run of pennyclip. Choose another --out.")
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(written, to_toml(config))
         return RunFolder(out, None)
-    for partial in partials(out / "checkpoints"):
-        remove(partial)  # what a killed save left
-    before, found = read_toml(written), checkpoints(out)
+    before, found = read_toml(out / "config.toml"), checkpoints(out)
     if not found:  # nothing was trained that another request could harm
-        write_text(written, to_toml(config))
         return RunFolder(out, None)
     if before != config:
         changed = ", ".join(_differences(to_tree(before), to_tree(config)))
@@ -66,6 +67,26 @@ def open_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
             f"{steps}. Go on with: pennyclip train --resume {out}"
         )
     return run
+
+
+@contextmanager
+def claimed(run: RunFolder, config: Config) -> Iterator[None]:
+    """Make the folder this request's, and keep others from training in it meanwhile.
+
+    Raises:
+        RequestError: another process trains in it.
+    """
+    run.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(run.path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for partial in partials(run.path / "checkpoints"):
+                remove(partial)  # what a killed save left
+            write_text(run.path / "config.toml", to_toml(config))
+            yield
+    except BlockingIOError:
+        raise RequestError(
+            f"another process is training in {run.path}. Wait for it, or choose another --out."
+        ) from None
 
 
 def _differences(old: object, new: object, where: str = "") -> list[str]:

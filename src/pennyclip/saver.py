@@ -18,7 +18,7 @@ from pennyclip.telemetry.metrics import Metrics
 
 
 class Saver:
-    """Saves at the end of a stage or of the run, when the score is the best so far, and every N steps or minutes."""
+    """Saves at a stage's end, when the score is the best so far, and every N steps or minutes."""
 
     def __init__(
         self, config: Config, run: RunFolder, rows: Rows, metrics: Metrics, console: Console

@@ -42,6 +42,8 @@ def search(
     Raises:
         RequestError: an empty query, or no such run, dataset or subset.
     """
+    if top < 1:
+        raise RequestError(f"--top {top}: expected at least 1")
     if not query.strip():
         raise RequestError("the query is empty: say what to look for")
     dataset, encoder = Dataset(data), load(run, checkpoint)

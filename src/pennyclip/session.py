@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -36,6 +37,8 @@ class Rows:
     """The rows that choose the best checkpoint; None where the dataset has no such split."""
     tokens: TokenStore
     text_folder: Path | None
+    notes: list[str]
+    """What people should know about it before the run."""
 
 
 def open_rows(config: Config) -> Rows:
@@ -51,15 +54,33 @@ def open_rows(config: Config) -> Rows:
     evaluation = None
     if split in dataset.subsets() or split != Evaluation.split:
         evaluation = dataset.subset(split)
-    if evaluation is not None and len(evaluation) < 2:
+    notes = []
+    if evaluation is None or len(evaluation) < 2:
         evaluation = None  # nothing to tell apart
+        notes.append(
+            f"warning: no split '{split}' of at least 2 rows, so nothing chooses the best "
+            "checkpoint: the last one counts. Prepare more pairs, or a larger --dev-share."
+        )
+    train = dataset.subset(config.subset)
+    _, sizes = np.unique(dataset.rows["group"][train], return_counts=True)
+    if len(sizes) == 1 and len(train) > 1:
+        raise RequestError(
+            f"all {len(train)} rows of '{config.subset}' show the same (one picture or one "
+            "caption), so there is nothing to tell apart. Give captions that differ."
+        )
+    if sizes.max(initial=0) > len(train) / 2:
+        notes.append(
+            f"warning: {sizes.max():,} of {len(train):,} rows share a picture or a caption, and "
+            "are never each other's negatives: a poor start for a contrastive loss."
+        )
     folder = text_folder(config.model)
     return Rows(
         dataset=dataset,
-        train=dataset.subset(config.subset),
+        train=train,
         evaluation=evaluation,
         tokens=TokenStore.open(dataset, make_tokenizer(config.model, folder)),
         text_folder=folder,
+        notes=notes,
     )
 
 

@@ -70,6 +70,19 @@ def make_plan(config: Config, rows: int) -> Plan:
     ):
         if value < 1:
             raise RequestError(f"{name} = {value}: expected at least 1")
+    low, high = config.augment.crop_scale
+    if not 0 < low <= high <= 1:
+        raise RequestError(
+            f"augment.crop_scale = {low:g} {high:g}: expected shares of the image's area, the "
+            "smaller first, above 0 and at most 1"
+        )
+    if not 0 <= config.optim.warmup_share < 1:
+        raise RequestError(
+            f"optim.warmup_share = {config.optim.warmup_share:g}: expected a share of the run, at "
+            "least 0 and below 1"
+        )
+    if not (config.optim.lr > 0 and math.isfinite(config.optim.lr)):
+        raise RequestError(f"optim.lr = {config.optim.lr}: expected a finite number above 0")
     if rows < batch:
         raise RequestError(
             f"the subset '{config.subset}' has {rows} rows, fewer than batch_size = {batch}: every "
@@ -91,6 +104,11 @@ def make_plan(config: Config, rows: int) -> Plan:
             raise RequestError(
                 f"stages[{number}]: text_length would have no effect: the text trunk is frozen, "
                 "its features are computed once, from whole captions. Leave it out."
+            )
+        if stage.text_length is not None and stage.text_length < 3:
+            raise RequestError(
+                f"stages[{number}]: text_length = {stage.text_length} leaves no room for a word "
+                "between the start and end tokens. Take at least 3, usually 16 or more."
             )
         samples = stage.samples if stage.samples is not None else (stage.epochs or 0) * rows
         steps = math.ceil(samples / batch)

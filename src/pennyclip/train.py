@@ -25,7 +25,7 @@ from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating
 from pennyclip.optim.state import read_state
 from pennyclip.precision import choose
-from pennyclip.run_folder import RunFolder, open_run
+from pennyclip.run_folder import RunFolder, claimed, find_run
 from pennyclip.saver import Saver
 from pennyclip.scaling import make_scaler
 from pennyclip.session import Rows, check_stages, enter_stage, open_rows, table
@@ -49,6 +49,22 @@ class Outcome:
     best: Checkpoint | None
     """The checkpoint with the highest mean recall on the development split."""
     exit_code: int = 0
+    already_done: bool = False
+    """The run was finished before, and nothing was done now."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins or goes on with."""
+
+    model: CLIP
+    trainer: dict[str, Any]
+    step: int
+    """Batches trained on before."""
+    record: dict[str, Any]
+    """What metrics.jsonl says about this start."""
+    notes: list[str]
+    """What people are told about it."""
 
 
 def resume(run: Path, quiet: bool = False) -> Outcome:
@@ -78,27 +94,30 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
     config = replace(config, model=replace(config.model, logit_bias=has_bias))
     rows = open_rows(config)
     plan = make_plan(config, len(rows.train))
-    run = open_run(config, out, proceed, plan.steps)
+    run = find_run(config, out, proceed, plan.steps)
     if run.done(plan.steps):
-        return Outcome(out, plan.steps, True, best(checkpoints(out)))
+        return Outcome(out, plan.steps, True, best(checkpoints(out)), already_done=True)
     if run.last is not None and run.last.meta["dataset"] != rows.dataset.fingerprint:
         raise RequestError(
             f"{config.data} is another dataset than the one that {out} began with: it was prepared "
             "anew. Start a new run with another --out, or bring the old dataset back."
         )
-    step = run.last.step if run.last else 0
-    metrics, console = Metrics(run.metrics, resume_step=step), Console(plan.steps, step, quiet)
-    try:
-        # Interrupted: between stages, each of which ends with a save. Nothing is lost.
-        with listening() as asked, suppress(Interrupted):
-            _train(config, run, plan, rows, asked, metrics, console)
-        found = checkpoints(out)
-        step = found[-1].step if found else 0
-        finished = step == plan.steps
-        metrics.log("end", step, reason="finished" if finished else f"signal {asked.name}")
-    finally:
-        metrics.close()
-        console.close()
+    start = _start(config, run)
+    check_stages(start.model, config)
+    with claimed(run, config):
+        metrics = Metrics(run.metrics, resume_step=start.step)
+        console = Console(plan.steps, start.step, quiet)
+        try:
+            # Interrupted: between stages, each of which ends with a save. Nothing is lost.
+            with listening() as asked, suppress(Interrupted):
+                _train(config, run, plan, rows, start, asked, metrics, console)
+            found = checkpoints(out)
+            step = found[-1].step if found else 0
+            finished = step == plan.steps
+            metrics.log("end", step, reason="finished" if finished else f"signal {asked.name}")
+        finally:
+            metrics.close()
+            console.close()
     return Outcome(out, step, finished, best(found), 0 if finished else asked.exit_code)
 
 
@@ -107,6 +126,7 @@ def _train(
     run: RunFolder,
     plan: Plan,
     rows: Rows,
+    start: Start,
     asked: Interrupt,
     metrics: Metrics,
     console: Console,
@@ -117,17 +137,16 @@ def _train(
     which no update was made, and which therefore don't move the learning rate.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, trainer, step, start = _start(config, run, console)
-    model.to(device)
-    choice = choose(config.precision, device, sum(start["parameters"].values()))
-    console.say(f"precision {choice.precision}: {choice.reason}")
-    metrics.log("start", step, **start, device=str(device), precision=vars(choice))
-    state, skipped = trainer["optimizer"], trainer["skipped"]
+    model, step = start.model.to(device), start.step
+    choice = choose(config.precision, device, sum(p.numel() for p in model.parameters()))
+    for note in [*start.notes, *rows.notes, f"precision {choice.precision}: {choice.reason}"]:
+        console.say(note)
+    metrics.log("start", step, **start.record, device=str(device), precision=vars(choice))
+    state, skipped = start.trainer["optimizer"], start.trainer["skipped"]
     scaler = make_scaler(config, choice.precision)
-    if scaler and trainer["scaler"]:
-        scaler.load(trainer["scaler"])
+    if scaler and start.trainer["scaler"]:
+        scaler.load(start.trainer["scaler"])
     saver = Saver(config, run, rows, metrics, console)
-    check_stages(model, config)
 
     def progress(what: str, done: int, total: int) -> None:
         console.progress(what, done, total)
@@ -174,17 +193,15 @@ def _train(
         state = read_state(setup.optimizer, model)
 
 
-def _start(
-    config: Config, run: RunFolder, console: Console
-) -> tuple[CLIP, dict[str, Any], int, dict[str, Any]]:
-    """The model, trainer state and step to begin with, and what the start record says."""
+def _start(config: Config, run: RunFolder) -> Start:
+    """Build the model and load what it starts from: weights of others, or the last checkpoint."""
+    notes = []
     if run.last is None:
         loss = LOSSES[config.loss]
         model, matches = build(
             config.model, config.seed, loss.initial_scale, loss.initial_bias or 0.0
         )
-        for match in matches:
-            console.say(render(match))
+        notes = [render(match) for match in matches]
         trainer, step = {"optimizer": {}, "skipped": 0, "scaler": None}, 0
         weights = {"weights": [match.summary() for match in matches]}
     else:
@@ -204,7 +221,7 @@ def _start(
         },
         **weights,
     }
-    return model, trainer, step, record
+    return Start(model, trainer, step, record, notes)
 
 
 def step_seed(seed: int, step: int) -> int:

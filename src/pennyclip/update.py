@@ -30,6 +30,8 @@ def embed(
         assert batch.tokens is not None
         assert batch.lengths is not None
         text = model.text.features(batch.tokens, batch.lengths)
+    dropout = model.config.head_dropout
+    image, text = (F.dropout(x, dropout, model.training) for x in (image, text))
     return model.visual.project(image), model.text.project(text)
 
 

@@ -115,6 +115,6 @@ def test_native_names_are_refused_with_the_reason(tmp_path: Path) -> None:
     }
     for reason, image in cases.items():
         text = clip_text(activation="quick_gelu", layers=1)
-        path = checkpoint(tmp_path / "run", Model(image=image, text=text, embed_dim=EMBED))
+        path = checkpoint(tmp_path / image.name, Model(image=image, text=text, embed_dim=EMBED))
         with pytest.raises(RequestError, match=reason):
             write(Source(load(path).model, path), folder, names="native")

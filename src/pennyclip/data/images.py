@@ -18,6 +18,9 @@ from PIL import Image, UnidentifiedImageError
 
 U8 = npt.NDArray[np.uint8]
 
+MAX_SIDE = 65_500
+"""Longest side that JPEG libraries write (libjpeg's JPEG_MAX_DIMENSION)."""
+
 MAX_PIXELS = 100_000_000
 """Pictures with more pixels are refused by their header. Chosen: 300 MB as RGB, and above any
 camera in common use; Pillow itself refuses from 179 million."""
@@ -70,6 +73,10 @@ def decode(data: bytes) -> Decoded:
 
 def _decode(data: bytes) -> Decoded:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if max(image.size) > MAX_SIDE:
+            raise ImageError(
+                f"too large: {image.width} x {image.height}, and a side has at most {MAX_SIDE:,}"
+            )
         if image.width * image.height > MAX_PIXELS:
             raise ImageError(
                 f"too large: {image.width} x {image.height}, more than {MAX_PIXELS:,} pixels"

@@ -6,10 +6,8 @@ bytes. Its manifest is written last: a shard that has one is done.
 
 import fcntl
 import json
-import os
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing import parent_process
@@ -20,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import ImageFile
 
-from pennyclip.atomic import replacing, write_text
+from pennyclip.atomic import locked, replacing, write_text
 from pennyclip.data import images
 from pennyclip.data.pairs import Item, Pair, Reject, shown
 
@@ -200,22 +198,3 @@ class TarWriter:
         self._file.write(data)
         self.digest.update(data)
         self.position += len(data)
-
-
-@contextmanager
-def locked(folder: Path, kind: int) -> Iterator[None]:
-    """Hold an advisory lock on a folder; on file systems without locks, nothing.
-
-    Raises:
-        BlockingIOError: somebody else holds it, and `kind` says not to wait.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, kind)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                raise
-        yield
-    finally:
-        os.close(descriptor)

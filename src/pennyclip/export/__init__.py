@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,12 +72,7 @@ def export(run: Path, to: str, out: Path, checkpoint: str = "best") -> Exported:
             written,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
-        answer = {
-            "layout": written.layout,
-            "load_line": written.load_line(out),
-            "notes": list(written.notes),
-        }
-        write_json(folder / RECORD, {"request": request} | answer)
+        write_json(folder / RECORD, {"request": request, "written": asdict(written)})
     return _finished(out, request)
 
 
@@ -98,11 +93,12 @@ def _finished(out: Path, request: dict[str, str]) -> Exported:
     if record.get("request") != request:
         what = "another export" if record else "something that is no export of pennyclip"
         raise RequestError(f"{out} holds {what}. Choose another --out, or remove the folder.")
+    written = Written(**record["written"])
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     return Exported(
         path=out,
         files=tuple(files),
-        layout=record["layout"],
-        load_line=record["load_line"],
-        notes=tuple(record["notes"]),
+        layout=written.layout,
+        load_line=written.load_line(out),
+        notes=tuple(written.notes),
     )

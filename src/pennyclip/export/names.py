@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from pennyclip.weights.layouts import Rule
+from pennyclip.weights.layouts import ALL, Rule
 
 GROUP = re.compile(r"\([^()]+\)")
 
@@ -25,7 +25,7 @@ def renamed(state: Mapping[str, Tensor], rules: Sequence[Rule]) -> dict[str, Ten
     Raises:
         KeyError: a parameter that no rule leads to.
     """
-    backwards = [(*_reversed(rule), rule) for rule in rules if rule.to and rule.take == (0, 1, 1)]
+    backwards = [(*_reversed(rule), rule) for rule in rules if rule.to and rule.take == ALL]
     result: dict[str, Tensor] = {}
     for name, value in state.items():
         keys: dict[str, Tensor] = {}
