@@ -257,7 +257,7 @@ def test_our_own_checkpoint_folder(tmp_path: Path) -> None:
     first = tmp_path / "ViT-pico.pt"
     torch.save(native().state_dict() | {"input_resolution": torch.tensor(64)}, first)
     model, _ = build(config(first, "vit_pico_patch16_clip_64"), seed=0)
-    folder = save(tmp_path / "run", 1, None, model, {}, None, 1)
+    folder = save(tmp_path / "run", 1, None, model, {}, None, "", 1)
     again, matches = build(config(folder, "vit_pico_patch16_clip_64"), seed=9)
     assert again.config.image.activation == "quick_gelu"
     assert again.config.text.activation == "quick_gelu"
