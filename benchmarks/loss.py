@@ -18,7 +18,6 @@ open_clip's losses mask no groups; ours do. All groups differ here, so the resul
 import argparse
 import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import open_clip.loss
 import torch
 from torch import Tensor
 
+from machine import processor, publish
 from pennyclip.loss import LOSSES, Features
 
 DIM, PLAIN_ROWS, ROWS = 512, 8_192, 32_768
@@ -99,13 +99,6 @@ def peak_elsewhere(name: str, n: int, threads: int) -> float:
     return float(out)
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
-
-
 def verdict(what: str, found: float, mark: float) -> str:
     return f"{what}: {found:.2g}, mark {mark:g}: {'met' if found <= mark else 'MISSED'}"
 
@@ -173,10 +166,7 @@ def main() -> None:
         lines.append(verdict(f"{ours}, share of the plain memory at 32,768", share, MEMORY_MARK))
         lines.append(verdict(f"{ours}, share of the plain time", of_peer(name, wall), TIME_MARK))
         lines.append(verdict(f"{ours}, gradients' relative error", max(errors), GRADIENT_MARK))
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text)
+    publish(lines, args.out)
 
 
 if __name__ == "__main__":

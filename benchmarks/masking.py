@@ -12,7 +12,6 @@ Mark: time at most 1.15 times the ratio of FLOPs.
 import argparse
 import datetime
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from machine import processor, publish
 from pennyclip.config import ImageTower as ImageConfig
 from pennyclip.model.image import ImageTower
 from pennyclip.model.masking import keep_indices
@@ -47,13 +47,6 @@ def flops(tower: ImageTower, images: torch.Tensor, ratio: float) -> int:
     with counter, sdpa_kernel(SDPBackend.MATH):
         forward_backward(tower, images[:1], ratio, 0, "fp32")
     return counter.get_total_flops()
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
 
 
 def main() -> None:
@@ -99,10 +92,7 @@ def main() -> None:
             f"{ratio:<8}{work[ratio] / 1e9:16.1f}{share:8.3f}{wall:9.2f}{mid:16.3f}"
             f"{f'{low:.3f}-{high:.3f}':>13}{by_cpu:10.3f}{mid / share:14.2f}{verdict}"
         )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text)
+    publish(lines, args.out)
 
 
 if __name__ == "__main__":

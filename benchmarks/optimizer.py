@@ -16,7 +16,6 @@ Marks: pennyclip uncompiled at most 1.05 times timm's multi-tensor LAMB, compile
 import argparse
 import datetime
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import timm.optim
 import torch
 from torch import nn
 
+from machine import processor, publish
 from pennyclip.optim.lamb import Lamb
 
 TEXT_WIDTH, TEXT_LAYERS, VOCABULARY, CONTEXT = 512, 12, 49_408, 77
@@ -84,13 +84,6 @@ def seconds(step: Callable[[], object], device: str) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - busy
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
@@ -145,10 +138,7 @@ def main() -> None:
     for name, mark in MARKS.items():
         verdict = "met" if medians[name] <= mark else "MISSED"
         lines.append(f"{name}: {medians[name]:.2f} of timm's, mark {mark}: {verdict}")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text)
+    publish(lines, args.out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from machine import publish
 from pennyclip.config_file import load_recipe
 from pennyclip.evaluate.command import evaluate_retrieval
 from pennyclip.prepare import prepare
@@ -78,9 +79,7 @@ def main() -> None:
     for recipe in options.recipes:
         lines += measure(recipe, options.seeds, folder / "dataset", folder)
     lines.append(f"{time.monotonic() - began:.0f} s in all")
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    publish(lines, options.out)
 
 
 if __name__ == "__main__":

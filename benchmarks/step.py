@@ -23,7 +23,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import open_clip
 import torch
 from torch import Tensor
 
+from machine import processor
 from pennyclip.config import ImageTower, Model, Optim, Precision
 from pennyclip.data.loader import Batch
 from pennyclip.data.text import ClipTokenizer, pad, truncate
@@ -87,19 +87,18 @@ def ours(precision: Precision) -> Callable[[Batch, float], object]:
     }
     groups = parameter_groups(model.named_parameters(), trunks, config)
     optimizer = OPTIMIZERS["adamw"](groups, config)
-    features = model.visual.features
 
     def step(batch: Batch, ratio: float) -> object:
         keep = None
         if ratio:
             patches = model.visual.patches()
             keep = keep_indices(len(batch.rows), patches, ratio, seed=0, step=0, device="cpu")
-        model.visual.features = lambda images: features(images, keep)
         return update(
             model,
             LOSSES["infonce"],
             optimizer,
             batch,
+            keep=keep,
             lr_factor=1e-3,
             clip_norm=config.clip_norm,
             precision=precision,
@@ -171,13 +170,6 @@ def measure(precision: Precision, rounds: int, size: int) -> dict[str, list[tupl
             if number:
                 times[name].append(spent)
     return times
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip()
-    return platform.processor()
 
 
 def table(times: dict[str, list[tuple[float, float]]], size: int) -> list[str]:
