@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pennyclip.checkpoint import best, checkpoints
+from pennyclip.checkpoint import best, checkpoints, load_trainer
 from pennyclip.cli import main
 from pennyclip.config import Stage
 from pennyclip.config_file import load_recipe, to_toml
@@ -74,9 +74,11 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-    for c in last:
-        trainer = torch.load(c.path / "trainer.pt", weights_only=True)
-        assert {float(s["step"]) for s in trainer["optimizer"].values()} == {STEPS}
+    one_state, other_state = (load_trainer(c)["optimizer"] for c in last)
+    assert one_state.keys() == other_state.keys()
+    for name, state in one_state.items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other_state[name][key]))
 
 
 @pytest.fixture(scope="module")
@@ -309,3 +311,35 @@ def test_an_output_that_is_a_file_is_a_wrong_request(small_dataset: Path, tmp_pa
     file.touch()
     argv = ["train", "scratch-vit-tiny", "--data", str(small_dataset), "--out", str(file)]
     assert main([*argv, "--batch-size", "8"]) == 2
+
+
+def test_all_that_a_run_can_switch_on_resumes_exactly_too(
+    small_dataset: Path, tmp_path: Path
+) -> None:
+    """Sigmoid loss, masked images, random crops, gradient caching, LAMB, bf16, two stages."""
+    config = load_recipe("scratch-vit-tiny")
+    stages = (
+        Stage(samples=40, mask_ratio=0.5, image_size=32, text_length=16, text_layers=1),
+        Stage(samples=56, image_size=48, lr_factor=0.5),
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(replace(config, stages=stages)))
+    small = [a for a in SMALL if not a.startswith("--stages")]
+    for value in ("None", str(BATCH * STEPS)):
+        small.remove(value)
+    more = ["--loss", "sigmoid", "--optim.name", "lamb", "--micro-batch", "3"]
+    arguments = ["train", str(recipe), "--data", str(small_dataset), *small, *more]
+    arguments += ["--precision", "bf16", "--model.head-dropout", "0.1", "--out"]
+    finish([*arguments, str(tmp_path / "straight")])
+    process = start([*arguments, str(tmp_path / "broken")])
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    while not metrics.is_file() or len(updates(tmp_path / "broken")) < 4:
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finish(["train", "--resume", str(tmp_path / "broken")])
+    assert_equal_runs(tmp_path / "straight", tmp_path / "broken")
+    weights = load_file(checkpoints(tmp_path / "straight")[-1].path / "model.safetensors")
+    assert weights["logit_bias"] < -9  # the sigmoid's, from -10 on
+    assert weights["visual.trunk.pos_embed"].shape[1] == 1 + 9  # 48 px in patches of 16

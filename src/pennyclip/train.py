@@ -195,9 +195,9 @@ def _train(
 
 def _start(config: Config, run: RunFolder) -> Start:
     """Build the model and load what it starts from: weights of others, or the last checkpoint."""
-    notes = []
+    notes: list[str] = []
+    loss = LOSSES[config.loss]
     if run.last is None:
-        loss = LOSSES[config.loss]
         model, matches = build(
             config.model, config.seed, loss.initial_scale, loss.initial_bias or 0.0
         )
@@ -209,6 +209,7 @@ def _start(config: Config, run: RunFolder) -> Start:
         weights = {}
     record = {
         "request": to_tree(config),
+        "logits": {"initial_scale": loss.initial_scale, "max_scale": loss.max_scale},
         "machine": {
             "host": platform.node(),
             "processor": platform.machine(),

@@ -54,7 +54,7 @@ def _loss(run: Run, train: list[Record]) -> Html | None:
     candidates = number(run.last_train.get("candidates"))
     level = None
     guess = ""
-    if candidates > 1:
+    if candidates > 1 and run.loss != "sigmoid":  # whose pairs are judged one by one
         level = (math.log(candidates), f"chance, ln {candidates:.0f} = {math.log(candidates):.2f}")
         guess = (
             f" Guessing among the batch's {candidates:.0f} candidates costs "
@@ -118,13 +118,18 @@ def _temperature(run: Run, train: list[Record]) -> Html | None:
     if not logs.values:
         return None
     curve = Series("logit scale", logs.steps, [math.exp(min(v, 50)) for v in logs.values])
-    level = (100.0, "limit, 100") if max(curve.values) > 50 else None
+    logits = run.start.get("logits") or {}
+    begin, limit = number(logits.get("initial_scale")), number(logits.get("max_scale"))
+    begins = f", starts near {begin:.0f} (temperature {1 / begin:.2f})" if begin > 0 else ""
+    bounded = math.isfinite(limit)
+    ends = f" and may not pass {limit:.0f}" if bounded else ""
+    level = (limit, f"limit, {limit:.0f}") if bounded and max(curve.values) > limit / 2 else None
     return figure(
         "Temperature",
         chart([curve], "logit scale = 1 / temperature", level=level),
         "Similarities are multiplied by this before they are compared: how sharply the model "
-        "tells pairs apart. It is learned, starts near 14 (temperature 0.07) and may not pass "
-        f"100. Last: {_last(curve, '.1f')}, temperature {1 / curve.values[-1]:.4f}.",
+        f"tells pairs apart. It is learned{begins}{ends}. Last: {_last(curve, '.1f')}, temperature "
+        f"{1 / curve.values[-1]:.4f}.",
     )
 
 

@@ -93,7 +93,7 @@ def _classes(record: Record) -> str:
 def results(run: Run) -> Html:
     """All evaluations by split, the best step marked."""
     if not run.evaluations:
-        missing = "No evaluation yet. Make one with: pennyclip eval RUN retrieval"
+        missing = "No evaluation yet. Make one with: pennyclip eval retrieval RUN --data DATASET"
         return section("results", "Results", note(missing))
     parts: list[Html | None] = []
     if run.retrievals:

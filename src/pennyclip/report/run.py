@@ -49,6 +49,11 @@ class Run:
         return self.kind("start")[-1] if self.kind("start") else {}
 
     @property
+    def loss(self) -> str:
+        """The loss's name, as recipes have it."""
+        return str((self.start.get("request") or {}).get("loss", "infonce"))
+
+    @property
     def last_train(self) -> Record:
         return self.kind("train")[-1] if self.kind("train") else {}
 
