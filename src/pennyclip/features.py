@@ -22,7 +22,7 @@ from torch import Tensor
 from pennyclip.atomic import replacing
 from pennyclip.config import ClipText, ImageTower, TransformersText
 from pennyclip.data.index import Dataset
-from pennyclip.data.loader import load_images
+from pennyclip.data.loader import PREPROCESSING, load_images
 from pennyclip.data.order import I64
 from pennyclip.data.tokens import TokenStore
 from pennyclip.model.clip import CLIP
@@ -78,7 +78,8 @@ def image_features(
 
 def _image_trunk(model: CLIP, dataset: Dataset, size: int) -> str:
     tower = model.visual
-    return fingerprint(trunk_state(tower), dataset.fingerprint, size, _computation(tower.config))
+    inputs = (dataset.fingerprint, PREPROCESSING, size, _computation(tower.config))
+    return fingerprint(trunk_state(tower), *inputs)
 
 
 def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progress) -> Store:
@@ -91,8 +92,9 @@ def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progre
             yield rows, embed_images(model, dataset, rows, chunk, store)
             progress("image embeddings", int(rows[-1]) + 1, len(dataset))
 
-    inputs = (dataset.fingerprint, model.visual.image_size, _computation(model.visual.config))
-    name = fingerprint(model.visual.state_dict(), *inputs)
+    tower = model.visual
+    inputs = (dataset.fingerprint, PREPROCESSING, tower.image_size, _computation(tower.config))
+    name = fingerprint(tower.state_dict(), *inputs)
     return _stored(dataset, name, len(dataset), compute)
 
 

@@ -24,8 +24,9 @@ def listing(what: str) -> dict[str, str]:
 
 
 def _first_comment(recipe: str) -> str:
-    text = (RECIPES / f"{recipe}.toml").read_text(encoding="utf-8")
-    return text.split("\n", 1)[0].removeprefix("# ")
+    lines = (RECIPES / f"{recipe}.toml").read_text(encoding="utf-8").split("\n")
+    opening = [line.removeprefix("#").strip() for line in lines[: lines.index("#")]]
+    return " ".join(opening)
 
 
 def _first_line(text: str | None) -> str:

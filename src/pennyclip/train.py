@@ -35,7 +35,7 @@ from pennyclip.telemetry.meter import Meter
 from pennyclip.telemetry.metrics import Metrics
 from pennyclip.update import update
 from pennyclip.weights.build import build
-from pennyclip.weights.table import render
+from pennyclip.weights.table import summary
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _start(config: Config, run: RunFolder) -> Start:
         model, matches = build(
             config.model, config.seed, loss.initial_scale, loss.initial_bias or 0.0
         )
-        notes = [render(match) for match in matches]
+        notes = [summary(match) for match in matches]
         trainer, step = {"optimizer": {}, "skipped": 0, "scaler": None}, 0
         weights = {"weights": [match.summary() for match in matches]}
     else:

@@ -50,8 +50,8 @@ def test_towers_of_clip_shape_get_native_names(tmp_path: Path, activation: str) 
         "README.md", "export.json", "model.safetensors", "open_clip_config.json"
     )  # fmt: skip
     assert done.load_line == (
-        'python -c "import open_clip; '
-        f"open_clip.create_model_and_transforms('local-dir:{tmp_path / 'out'}')\""
+        'python -c "import open_clip; model, _, preprocess = '
+        f"open_clip.create_model_and_transforms('local-dir:{tmp_path / 'out'}'); model.eval()\""
     )
     # The size is not timm's default: native names need no help with it.
     assert_same_in_open_clip(str(done.path), path, 96)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from pennyclip.checkpoint import save
 from pennyclip.config import ClipText, ImageTower, Model, TransformersText
+from pennyclip.data.loader import fit_square
 from pennyclip.encoder import load
 from pennyclip.weights.build import build, text_folder
 
@@ -20,6 +21,7 @@ PICTURES = [
 ]
 TEXTS = ["a photo of a cat", "!", "two dogs, running " * 30]
 
+ROOT = Path(__file__).resolve().parents[2]
 TRANSFORMERS = TransformersText(name="package:all-minilm-l6-v2", head="mlp", context_length=128)
 CASES = {
     "clip text, linear": Model(
@@ -63,3 +65,17 @@ def test_open_clip_gives_the_same_embeddings(
     torch.testing.assert_close(texts, F.normalize(same_texts, dim=-1), atol=1e-5, rtol=0)
     assert abs(images[0] @ images[1]) < 0.9999  # they do see something
     assert theirs.logit_scale == model.logit_scale
+
+
+@pytest.mark.parametrize("size", [224, 96])
+def test_pictures_of_every_shape_are_cut_as_open_clip_cuts_them(size: int) -> None:
+    transform = open_clip.image_transform(size, is_train=False, mean=(0, 0, 0), std=(1, 1, 1))
+    files = sorted((ROOT / "examples/clipart/images").iterdir())[::100]
+    shapes = set()
+    for file in files:
+        picture = Image.open(file).convert("RGB")
+        shapes.add(picture.size)
+        ours = fit_square(np.array(picture), size).float()
+        theirs = 255 * transform(picture)
+        assert (ours - theirs).abs().mean() < 0.02, file.name
+    assert len(shapes) > 5

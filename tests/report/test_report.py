@@ -50,6 +50,11 @@ def test_what_is_read(run: Path) -> None:
     assert read.best_step == 280 == max(range(40, 401, 40), key=lambda s: recalls(s)["mean_recall"])
     assert (read.final["split"], read.final["step"]) == ("val", 280)
     assert chance(read, read.final, 10) == 10 / 200
+    # 15 pictures of 2 captions: an image misses both its captions in 10 of 30 guesses with
+    # C(28, 10) / C(30, 10).
+    record = {"images": 15, "captions": 30}
+    missed = math.comb(28, 10) / math.comb(30, 10)
+    assert chance(read, record, 10, "image_to_text") == pytest.approx(1 - missed)
     assert read.subsets == {"dev": 100, "train": 1200, "val": 200}
     told = [(step, name) for step, name, _, _ in timeline(read)]
     assert told == [(200, "slow"), (200, "resumed"), (400, "end")]

@@ -38,12 +38,8 @@ def random_crops(seed: int, epochs: I64, rows: I64, area: tuple[float, float]) -
     return np.stack([shares, aspects, numbers[2], numbers[3]], 1)
 
 
-def crop_pixels(height: int, width: int, crop: npt.NDArray[np.float64] | None) -> tuple[int, ...]:
-    """Top, left, bottom and right edge in pixels of a crop; None: the largest centred square."""
-    if crop is None:
-        side = min(height, width)
-        top, left = (height - side) // 2, (width - side) // 2
-        return top, left, top + side, left + side
+def crop_pixels(height: int, width: int, crop: npt.NDArray[np.float64]) -> tuple[int, ...]:
+    """Top, left, bottom and right edge in pixels of a crop."""
     share, aspect, x, y = crop.tolist()
     wide = min(width, max(1, round((share * height * width * aspect) ** 0.5)))
     high = min(height, max(1, round((share * height * width / aspect) ** 0.5)))

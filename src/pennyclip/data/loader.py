@@ -19,6 +19,9 @@ from pennyclip.data.index import Dataset
 from pennyclip.data.order import I64, stream
 from pennyclip.data.tokens import TokenStore
 
+PREPROCESSING = "shorter side, bicubic, centre 1"
+"""Names what `fit_square` does without a crop: stored features belong to one of these."""
+
 PREFETCH = 2  # batches ready ahead of the one in use, a worker. chosen: one being made, one done
 
 
@@ -136,12 +139,24 @@ def load_images(
 def fit_square(
     pixels: UInt8[np.ndarray, "H W 3"], size: int, crop: npt.NDArray[np.float64] | None = None
 ) -> UInt8[Tensor, "3 size size"]:
-    """A crop of an image (the centred square by default) at `size` pixels a side.
+    """A crop of an image at `size` pixels a side.
 
-    Bicubic with antialiasing on uint8, as CLIP's own preprocessing up to 0.002 of 255.
+    Without a crop, CLIP's own preprocessing: the shorter side brought to `size`, then the centre
+    cut out, rounded as torchvision does. Bicubic with antialiasing on uint8, which equals Pillow's
+    up to 0.002 of 255.
     """
-    top, left, bottom, right = augment.crop_pixels(pixels.shape[0], pixels.shape[1], crop)
-    part = torch.from_numpy(pixels)[top:bottom, left:right].permute(2, 0, 1)[None]
-    if part.shape[-2:] == (size, size):
-        return part[0]
-    return F.interpolate(part, (size, size), mode="bicubic", antialias=True)[0]
+    height, width = pixels.shape[:2]
+    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    if crop is not None:
+        top, left, bottom, right = augment.crop_pixels(height, width, crop)
+        return _resize(image[..., top:bottom, left:right], size, size)[0]
+    short = min(height, width)
+    image = _resize(image, int(size * height / short), int(size * width / short))
+    top, left = (round((edge - size) / 2) for edge in image.shape[-2:])
+    return image[0, :, top : top + size, left : left + size]
+
+
+def _resize(image: UInt8[Tensor, "1 3 H W"], height: int, width: int) -> Tensor:
+    if image.shape[-2:] == (height, width):
+        return image
+    return F.interpolate(image, (height, width), mode="bicubic", antialias=True)

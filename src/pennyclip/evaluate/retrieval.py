@@ -32,7 +32,8 @@ def retrieval(
 
     Returns:
         metrics `image_to_text/R@1`, `/R@5`, `/R@10` and `/median_rank`, the same for
-        `text_to_image`, and `mean_recall` over the six. Recalls are shares, 0 to 1.
+        `text_to_image`, `mean_recall` over the six, and the counts `images` and `captions`.
+        Recalls are shares, 0 to 1.
 
     Raises:
         RunError: a feature is NaN or infinite.
@@ -74,6 +75,7 @@ def retrieval(
             metrics[f"{direction}/R@{k}"] = (rank <= k).double().mean().item()
             recalls.append(metrics[f"{direction}/R@{k}"])
         metrics[f"{direction}/median_rank"] = rank.quantile(0.5).item()
+    metrics |= {"images": float(len(image)), "captions": float(len(text))}
     metrics["mean_recall"] = sum(recalls) / len(recalls)
     return Result(metrics)
 

@@ -81,7 +81,8 @@ def write(source: Source, folder: Path, names: Names | None = None) -> Written:
         )
     return Written(
         layout=f"open_clip, {'native' if vit is not None else 'two-tower'} names",
-        python=f"import open_clip; open_clip.create_model_and_transforms('local-dir:{FOLDER}')",
+        python="import open_clip; model, _, preprocess = "
+        f"open_clip.create_model_and_transforms('local-dir:{FOLDER}'); model.eval()",
         notes=tuple(notes),
         inside=beside,
     )

@@ -58,7 +58,7 @@ def _cards(run: Run) -> list[Html]:
         value = recall(final, direction, 10)
         if math.isnan(value):
             continue
-        guess = chance(run, final, 10)
+        guess = chance(run, final, 10, direction)
         small = f"chance {percent(guess)}, " if math.isfinite(guess) else ""
         small += f"split “{final.get('split')}”, step {final['step']:,}"
         cards.append(_card(f"Recall@10, {WORDS[direction]}", percent(value), small))
@@ -162,7 +162,7 @@ def _retrieval_table(run: Run, records: Sequence[Record]) -> Html:
                     class_="best" if best else None,
                 )
             )
-        guesses = [chance(run, of_split[-1], k) for _, k in columns]
+        guesses = [chance(run, of_split[-1], k, direction) for direction, k in columns]
         if not all(map(math.isnan, guesses)):
             guesses.append(sum(guesses) / len(guesses))
             cells = [tag("td", _share(guess), class_="number") for guess in guesses]

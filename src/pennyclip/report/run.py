@@ -203,16 +203,22 @@ def count(record: Record, name: str) -> float:
     return number(record.get(name, record.get("metrics", {}).get(name)))
 
 
-def chance(run: Run, record: Record, k: int) -> float:
-    """Expected recall of random guessing: k / images; nan where nothing says how many there are.
+def chance(run: Run, record: Record, k: int, direction: str = "text_to_image") -> float:
+    """Expected recall of random guessing; nan where nothing says how many images there are.
 
-    The other direction's is close to it: with m captions an image, a guess is right m times as
-    often, and there are m times as many captions to guess among.
+    A caption finds its one image with k / images. An image misses all its m = captions / images
+    captions with the product of (captions - m - j) / (captions - j) over the k guesses j.
     """
     images = count(record, "images")
     if not images > 0:
         images = run.subsets.get(str(record.get("split")), math.nan)
-    return k / images if images > k else math.nan
+    if not images > k:
+        return math.nan
+    captions = count(record, "captions")
+    if direction == "text_to_image" or not captions >= images:
+        return k / images
+    m = captions / images
+    return 1 - math.prod((captions - m - j) / (captions - j) for j in range(k))
 
 
 def timeline(run: Run) -> list[tuple[int, str, str, dict[str, Any]]]:

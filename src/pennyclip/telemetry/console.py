@@ -27,6 +27,7 @@ class Console:
     def __init__(self, total_steps: int, start_step: int = 0, quiet: bool = False) -> None:
         self._total, self._start, self._quiet = total_steps, start_step, quiet
         self._began = self._spoke = time.monotonic()
+        self._done = start_step
         self._bar: Progress | None = None
         if not quiet and sys.stderr.isatty():
             self._bar = Progress(
@@ -42,6 +43,7 @@ class Console:
 
     def update(self, step: int, record: Record) -> None:
         """Show a `train` record, made when `step` updates of the run were done."""
+        self._done = step
         if self._quiet:
             return
         numbers = ", ".join([f"ETA {self._remaining(step)}", *describe(record)])
@@ -55,6 +57,7 @@ class Console:
         """Show how far something is that comes before or between updates."""
         line = f"{what} {done:,}/{total:,}"
         now = time.monotonic()
+        self._start, self._began = self._done, now  # the rate to come is that of updates
         if self._bar:
             self._bar.update(self._task, description=line)
         elif not self._quiet and (done == total or now - self._spoke > PAUSE):

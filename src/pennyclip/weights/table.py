@@ -54,6 +54,15 @@ def render(match: Match) -> str:
     return console.file.getvalue().rstrip()
 
 
+def summary(match: Match) -> str:
+    """The report in one line, for the start of a run."""
+    return (
+        f"{match.tower} <- {match.file}: trunk {match.share:.1%} loaded, {len(match.new)} "
+        f"parameters start from random, {len(match.dropped)} keys dropped "
+        "(more: pennyclip weights)"
+    )
+
+
 def grouped(keys: dict[str, str]) -> list[str]:
     """One line for all keys that differ in their numbers only and share their reason."""
     groups: dict[tuple[str, str], int] = {}
