@@ -4,6 +4,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pennyclip.data.sources import Pair, Reject, Source, open_source
 from pennyclip.errors import RequestError
@@ -315,3 +316,12 @@ def test_what_is_no_source_says_what_was_seen(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", {"1.jpg": b"", "1.txt": b"one"})
     with pytest.raises(RequestError, match="--image-key file names a column"):
         open_source(tmp_path / "x.tar", image_key="file")
+
+
+def test_a_folder_of_tars_and_pictures_is_not_guessed_at(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
+    (tmp_path / "cat.txt").write_text("a cat")
+    with tarfile.open(tmp_path / "backup.tar", "w"):
+        pass
+    with pytest.raises(RequestError, match="holds both webdataset tars"):
+        open_source(tmp_path)

@@ -75,6 +75,11 @@ def open_source(
     if table is not None:
         return open_table(table, image_key=image_key, caption_key=caption_key)
     if tars:
+        if path.is_dir() and _open_folder(path) is not None:
+            raise RequestError(
+                f"{path} holds both webdataset tars ({tars[0].name}) and pictures with text files. "
+                "Give the tars by name, or move one of the two elsewhere."
+            )
         _refuse_keys(path, "table", image_key=image_key)
         return open_tars(path, tars, caption_key)
     raise RequestError(
