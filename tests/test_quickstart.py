@@ -21,7 +21,9 @@ def test_the_quickstart_finds_its_held_out_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, run = str(tmp_path / "dataset"), str(tmp_path / "run")
-    made = answer(["prepare", str(ROOT / "examples/clipart"), "--out", data], capsys)
+    made = answer(
+        ["prepare", str(ROOT / "examples/clipart"), "--out", data, "--dev-share", "0.1"], capsys
+    )
     assert (made["kept"], made["splits"]["val"]) == (1600, 400)
     assert answer(["train", "frozen-lite0-minilm", "--data", data, "--out", run], capsys)["best"]
     metrics = answer(["eval", "retrieval", run, "--data", data], capsys)["metrics"]
