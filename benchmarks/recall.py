@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--source", required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--dev-share", type=float, default=0.05, help="as prepare's")
     parser.add_argument("--folder", type=Path, help="where datasets and runs go; they are kept")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> None:
         load_recipe(recipe)  # refuses a misspelled one before the first is trained
     folder = options.folder or Path(tempfile.mkdtemp())
     began = time.monotonic()
-    summary = prepare([options.source], folder / "dataset")
+    summary = prepare([options.source], folder / "dataset", dev_share=options.dev_share)
     lines = [
         f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {torch.get_num_threads()} threads, "
         f"load {os.getloadavg()[0]:.1f}; torch {torch.__version__}",
