@@ -58,10 +58,9 @@ def features(n: int) -> Features:
         torch.tensor(1 / 0.07, requires_grad=True),
         torch.tensor(-10.0, requires_grad=True),
     )
-    rows = torch.arange(n)
     return Features(
         image=image, text=text, all_image=image, all_text=text, offset=0, scale=scale, bias=bias,
-        groups=rows, rows=rows,
+        groups=torch.arange(n),
     )  # fmt: skip
 
 

@@ -16,12 +16,13 @@ from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError
 from pennyclip.loss import LOSSES, Features
 from pennyclip.model.clip import CLIP
+from pennyclip.model.freezing import freeze
 from pennyclip.model.masking import keep_indices
 from pennyclip.precision import autocast
 from pennyclip.scaling import LossScaler
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import train
-from pennyclip.update import embed, update
+from pennyclip.update import embed_image, embed_text, update
 from update_batches import SIZE, adamw, gradients, pairs, tiny_clip
 
 SEED = 7
@@ -49,7 +50,6 @@ def cached(
         adamw(model, 0.0),
         batch,
         keep=keep,
-        lr_factor=0.0,
         clip_norm=float("inf"),
         precision=precision,
         scaler=LossScaler(LossScaling(start=loss_scale)) if loss_scale else None,
@@ -74,15 +74,16 @@ def in_one_pass(
     images, texts = [], []
     for number, start in enumerate(range(0, len(batch.rows), micro_batch)):
         at = slice(start, start + micro_batch)
-        torch.manual_seed(micro_seed(SEED, number))
+        part, kept = rows_of(batch, at), None if keep is None else keep[at]
         with autocast(precision, torch.device("cpu")):
-            image, text = embed(model, rows_of(batch, at), None if keep is None else keep[at])
-        images.append(image)
-        texts.append(text)
+            torch.manual_seed(micro_seed(SEED, number, 0))
+            images.append(embed_image(model, part, kept))
+            torch.manual_seed(micro_seed(SEED, number, 1))
+            texts.append(embed_text(model, part))
     image, text = (F.normalize(torch.cat(x).float(), dim=-1) for x in (images, texts))
     scale = model.logit_scale.exp()
     value, _ = LOSSES[loss].compute(
-        Features(image, text, image, text, 0, scale, model.logit_bias, batch.groups, batch.rows)
+        Features(image, text, image, text, 0, scale, model.logit_bias, batch.groups)
     )
     model.zero_grad()
     (value * loss_scale).backward()
@@ -134,6 +135,51 @@ def test_in_fp16_with_scaling_the_error_is_fp16s_own() -> None:
     assert error(found, expected) < own
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_partly_frozen_towers_with_masks_and_scaling(precision: Precision) -> None:
+    model, batch, keep = tiny_clip(dropout=0.2), pairs(7), masks(7)
+    freeze(model, 1, 1)
+    options: dict[str, Any] = {"keep": keep, "precision": precision, "loss_scale": 512.0}
+    found, expected = cached(model, batch, 3, **options), in_one_pass(model, batch, 3, **options)
+    own = error(expected, in_one_pass(model, batch, 3, keep=keep)) if precision == "fp16" else 1e-5
+    assert error(found, expected) < own
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert frozen
+    assert not found.keys() & set(frozen)
+
+
+def most_kept(model: CLIP, batch: Batch, micro_batch: int | None) -> int:
+    """Most bytes of activations that are kept for the backward pass at any time of an update."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    now = most = 0
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal now, most
+            self.tensor = tensor
+            own = tensor.untyped_storage().data_ptr() not in weights
+            self.bytes = tensor.nbytes * own
+            now += self.bytes
+            most = max(most, now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            now -= self.bytes
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        cached(model, batch, micro_batch)
+    return most
+
+
+def test_one_tower_at_a_time_keeps_its_activations() -> None:
+    """So a micro-batch keeps less than the same pairs as a batch of their own."""
+    model = tiny_clip()
+    alone, whole = most_kept(model, pairs(8), None), most_kept(model, pairs(64), None)
+    assert whole > 7 * alone
+    embeddings = 64 * 24 * 4
+    assert most_kept(model, pairs(64), 8) < 0.9 * alone + 16 * embeddings
+
+
 def test_stored_features_pass_no_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
     model, stored = tiny_clip(), torch.randn(6, 192, generator=torch.Generator().manual_seed(0))
     model.visual.trunk.requires_grad_(False)
@@ -155,8 +201,13 @@ def test_a_tower_in_which_nothing_learns_is_passed_over() -> None:
 
 
 def test_seeds_of_micro_batches_are_all_different() -> None:
-    seeds = {micro_seed(seed, number) for seed in range(0, 10**6, 10**4) for number in range(100)}
-    assert len(seeds) == 10_000
+    seeds = {
+        micro_seed(seed, number, tower)
+        for seed in range(0, 10**6, 10**4)
+        for number in range(100)
+        for tower in (0, 1)
+    }
+    assert len(seeds) == 20_000
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -1,9 +1,10 @@
 """The documentation does what it says: its commands run, its links and file names lead somewhere.
 
 All `sh` and `python` blocks of a page run in order, in one folder that holds what the pages take
-for granted: `pictures`, `products.csv`, `tars`, `classes`, two JPEGs, and what the README's own
-blocks leave (`mydata`, `myrun`). Only the length of a training is cut. What a test cannot do
-(install, clone, the long scripts) stands in `console` blocks, which are not run.
+for granted: `pictures`, `products.csv`, `tars`, `coco`, `photos.parquet`, `saved`, `classes`, two
+JPEGs, and what the README's own blocks leave (`mydata`, `myrun`). Only the length of a training is
+cut. What a test cannot do (install, clone, the long scripts) stands in `console` blocks, which are
+not run.
 """
 
 import ast
@@ -15,6 +16,8 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pennyclip.cli import COMMANDS, main
@@ -59,6 +62,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with tarfile.open(folder / "tars/0.tar", "w") as tar:
         for file in sorted((folder / "pictures").iterdir())[:8]:
             tar.add(file, file.name)
+    tables(folder, pairs[:16])
     for kind, file in (("apple", "apple.jpg"), ("chair", "chair.jpg")):
         (folder / "classes" / kind).mkdir(parents=True)
         shutil.copy(folder / file, folder / "classes" / kind)
@@ -69,6 +73,29 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "quickstart/dataset").symlink_to(folder / "mydata")
     (folder / "quickstart/run").symlink_to(folder / "myrun")
     return folder
+
+
+def tables(folder: Path, pairs: list[dict]) -> None:
+    """The same few pictures as COCO's captions, as parquet, and as `datasets` saves them."""
+    clipart = ROOT / "examples/clipart"
+    (folder / "coco/annotations").mkdir(parents=True)
+    (folder / "coco/train2017").mkdir()
+    images, annotations = [], []
+    for number, pair in enumerate(pairs):
+        name = Path(shutil.copy(clipart / pair["image"], folder / "coco/train2017")).name
+        images.append({"id": number, "file_name": name})
+        annotations.append({"image_id": number, "caption": pair["captions"][0]})
+    tree = {"images": images, "annotations": annotations}
+    (folder / "coco/annotations/captions_train2017.json").write_text(json.dumps(tree))
+    cells = [{"bytes": (clipart / p["image"]).read_bytes(), "path": None} for p in pairs]
+    table = pa.table({"image": cells, "caption": [pair["captions"][0] for pair in pairs]})
+    pq.write_table(table, folder / "photos.parquet")
+    (folder / "saved").mkdir()
+    file = folder / "saved/data-00000-of-00001.arrow"
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    state = {"_data_files": [{"filename": file.name}], "_split": "train"}
+    (folder / "saved/state.json").write_text(json.dumps(state))
 
 
 def run_page(page: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +172,6 @@ def check_example_loss(loss: object) -> None:
             scale=torch.tensor(2.0),
             bias=None,
             groups=torch.tensor([5, 5, 6]),
-            rows=torch.arange(3),
         )
     )
     e = torch.exp
@@ -212,7 +238,8 @@ def test_the_readme_tree_is_the_tree() -> None:
 
 def test_recipes_and_commands_are_documented() -> None:
     table = (ROOT / "docs/choose-a-recipe.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `([\w-]+-[\w-]+)`", table, re.M)) == set(recipe_names())
+    rows = table.split("| recipe |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", rows, re.M)) == set(recipe_names())
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    used = set(re.findall(r"pennyclip ((?:eval )?[a-z]+)\b", text))
+    used = set(re.findall(r"pennyclip ((?:(?:eval|bench) )?[a-z]+(?:-[a-z]+)*)\b", text))
     assert set(COMMANDS) <= used, "commands that no page shows"

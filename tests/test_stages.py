@@ -46,6 +46,8 @@ def test_a_stage_lowers_its_own_rates() -> None:
         ({"stages": (Stage(epochs=1.0, samples=5),)}, 100, "either epochs or samples"),
         ({"stages": (Stage(samples=0),)}, 100, "no update"),
         ({"optim": Optim(warmup_steps=20)}, 100, "never reach its peak"),
+        ({"stages": (Stage(samples=50, mask_ratio=(0.5, 1.0)),)}, 100, "mask_ratio = 0.5 1: "),
+        ({"ema_decay": 1.0}, 100, "ema_decay = 1"),
         (
             {
                 "stages": (Stage(epochs=2.0, image_layers="none"),),

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ from pennyclip.cli import main
 from pennyclip.config import Stage
 from pennyclip.config_file import load_recipe, to_toml
 from pennyclip.data.index import Dataset
-from pennyclip.data.order import stream
+from pennyclip.data.order import Order
 from pennyclip.telemetry.metrics import read_metrics
 
 BATCH, STEPS = 8, 12
@@ -93,8 +94,8 @@ def test_rows_come_in_the_order_of_the_stream(straight: Path, small_dataset: Pat
 
     rows = Dataset(small_dataset).subset("train")
     for record in updates(straight):
-        order, _ = stream(
-            (record["step"] - 1) * BATCH, BATCH, len(rows), load_recipe("scratch-vit-tiny").seed
+        order, _ = Order(load_recipe("scratch-vit-tiny").seed, np.array([len(rows)])).at(
+            (record["step"] - 1) * BATCH, BATCH
         )
         assert record["rows"] == crc32(rows[order].tobytes())
 
@@ -192,7 +193,7 @@ def test_a_full_disk_during_a_save_loses_nothing(
     process.send_signal(signal.SIGKILL)
     process.wait()
     saved = checkpoints(run)[-1]
-    kept = {p: p.read_bytes() for p in saved.path.iterdir()}
+    kept = {p: p.read_bytes() for p in saved.path.rglob("*") if p.is_file()}
     limited = (
         "import resource, signal, sys; from pennyclip.cli import main;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
@@ -204,7 +205,7 @@ def test_a_full_disk_during_a_save_loses_nothing(
     assert b"could not be written" in done.stderr
     assert b"Make room, then go on with" in done.stderr
     records = read_metrics(run / "metrics.jsonl")
-    failed = [r["step"] for r in records if r["kind"] == "event"]
+    failed = [r["step"] for r in records if r.get("name") == "checkpoint failed"]
     assert failed == list(range(saved.step + 1, STEPS + 1))
     assert checkpoints(run)[-1].step == saved.step
     assert {p: p.read_bytes() for p in kept} == kept
@@ -218,7 +219,7 @@ def test_a_request_that_failed_before_training_can_be_corrected(
     run = tmp_path / "run"
     assert main(command(small_dataset, run, "--model.image.name", "vit_tinny")) == 2
     assert main(command(small_dataset, run, "--optim.name", "adamm")) == 2
-    assert "known are adamw, lamb" in capsys.readouterr().err
+    assert "known are adamw, stable-adamw, lion, lamb" in capsys.readouterr().err
     assert main(command(small_dataset, run, "--stages.0.samples", "16")) == 0
 
 
@@ -314,22 +315,26 @@ def test_an_output_that_is_a_file_is_a_wrong_request(small_dataset: Path, tmp_pa
 
 
 def test_all_that_a_run_can_switch_on_resumes_exactly_too(
-    small_dataset: Path, tmp_path: Path
+    small_dataset: Path, wordnet: Path, tmp_path: Path
 ) -> None:
-    """Sigmoid loss, masked images, random crops, gradient caching, LAMB, bf16, two stages."""
+    """Sigmoid loss, masked images, gradient caching, LAMB, bf16, two stages, a windowed shuffle,
+    and every augmentation."""
     config = load_recipe("scratch-vit-tiny")
     stages = (
-        Stage(samples=40, mask_ratio=0.5, image_size=32, text_length=16, text_layers=1),
-        Stage(samples=56, image_size=48, lr_factor=0.5),
+        Stage(samples=40, mask_ratio=(0.75, 0.5), image_size=32, text_length=16, text_layers=1),
+        Stage(samples=56, image_size=48, lr_factor=0.5, new_lr_factor=0.1),
     )
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(replace(config, stages=stages)))
     small = [a for a in SMALL if not a.startswith("--stages")]
     for value in ("None", str(BATCH * STEPS)):
         small.remove(value)
-    more = ["--loss", "sigmoid", "--optim.name", "lamb", "--micro-batch", "3"]
+    more = ["--loss", "sigmoid", "--optim.name", "lamb", "--micro-batch", "3", "--ema-decay", "0.9"]
     arguments = ["train", str(recipe), "--data", str(small_dataset), *small, *more]
-    arguments += ["--precision", "bf16", "--model.head-dropout", "0.1", "--out"]
+    arguments += ["--precision", "bf16", "--model.head-dropout", "0.1", "--shuffle-window", "20"]
+    for name in ("flip", "color-jitter", "word-dropout", "synonyms"):
+        arguments += [f"--augment.{name}", "0.3"]
+    arguments += ["--augment.wordnet", str(wordnet), "--out"]
     finish([*arguments, str(tmp_path / "straight")])
     process = start([*arguments, str(tmp_path / "broken")])
     metrics = tmp_path / "broken" / "metrics.jsonl"
@@ -340,6 +345,8 @@ def test_all_that_a_run_can_switch_on_resumes_exactly_too(
     process.wait()
     finish(["train", "--resume", str(tmp_path / "broken")])
     assert_equal_runs(tmp_path / "straight", tmp_path / "broken")
+    rates = updates(tmp_path / "straight")[-1]["lr"]
+    assert rates["text.new"] == pytest.approx(0.1 * rates["text"])
     weights = load_file(checkpoints(tmp_path / "straight")[-1].path / "model.safetensors")
     assert weights["logit_bias"] < -9  # the sigmoid's, from -10 on
     assert weights["visual.trunk.pos_embed"].shape[1] == 1 + 9  # 48 px in patches of 16

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pennyclip import precision as policies
-from pennyclip.config import Config, ImageTower, LossScaling, Model
-from pennyclip.errors import RequestError, RunError
+from pennyclip.config import Config, ImageTower, LossScaling, Model, ModulePrecision, Precision
+from pennyclip.errors import RequestError
 from pennyclip.loss import LOSSES, Features, Loss
 from pennyclip.precision import Choice, autocast, choose, float32_products, has_bf16
 from pennyclip.scaling import make_scaler
@@ -20,7 +20,7 @@ from pennyclip.update import update
 from update_batches import adamw, gradients, pairs, tiny_clip, weights
 
 CPU = torch.device("cpu")
-USUAL: dict[str, Any] = {"lr_factor": 1.0, "clip_norm": 1.0, "precision": "fp32"}
+USUAL: dict[str, Any] = {"clip_norm": 1.0, "precision": "fp32"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_norms_take_their_statistics_in_float32(precision: str) -> None:
     """The squares of these inputs do not fit into float16, their sums not into bfloat16."""
     with autocast(precision, CPU):
         x = F.linear(torch.eye(64) * 40 + 700, torch.eye(64))
-        assert x.dtype == policies.DTYPES[precision]
+        assert x.dtype == policies.AUTOCAST[precision]
         found = torch.nn.LayerNorm(64)(x).float()
     expected = F.layer_norm(x.double(), (64,))
     assert torch.allclose(found.double(), expected, rtol=2**-7, atol=2**-7)
@@ -140,23 +140,35 @@ def test_the_tensor_that_is_not_finite_is_named(monkeypatch: pytest.MonkeyPatch)
     model = tiny_clip()
     optimizer, before = adamw(model), weights(model)
 
-    def message() -> str:
-        with pytest.raises(RunError) as caught:
-            update(model, LOSSES["infonce"], optimizer, pairs(4), **USUAL)
+    batch = pairs(4)
+
+    def skipped() -> dict[str, Any]:
+        found = update(model, LOSSES["infonce"], optimizer, batch, **USUAL)["skipped"]
         assert not optimizer.state
-        return str(caught.value)
+        return found
 
     name = "text.transformer.resblocks.1.ln_2.bias"
     hook = model.get_parameter(name).register_hook(lambda gradient: gradient * math.nan)
-    assert f"the gradient of {name} is not finite in the batch with rows [0, 1, 2" in message()
+    assert skipped() == {"tensor": f"the gradient of {name}", "rows": [0, 1, 2, 3]}
     hook.remove()
     project = model.text.project
     monkeypatch.setattr(model.text, "project", lambda features: math.inf * project(features))
-    assert "the text embedding is" in message()
+    assert skipped() == {"tensor": "the text embedding", "rows": [0, 1, 2, 3]}
+    monkeypatch.undo()
+
+    def white_is_too_much(_: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        white = inputs[0].flatten(1).min(1).values > 0.9
+        return output.masked_fill(white[:, None, None], math.inf)
+
+    assert batch.images is not None
+    batch.images[2] = 255
+    hook = model.visual.trunk.patch_embed.register_forward_hook(white_is_too_much)
+    assert skipped() == {"tensor": "the output of visual.trunk.patch_embed", "rows": [2]}
+    hook.remove()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():
         model.get_parameter(name)[3] = math.inf
-    assert f"the weight {name} is" in message()
+    assert skipped()["tensor"] == f"the weight {name}"
 
 
 def test_gradients_are_clipped_to_the_norm_and_no_longer_gradient_is_made() -> None:
@@ -182,3 +194,20 @@ def test_loss_scaling_that_would_do_nothing_is_refused() -> None:
     assert scaler is not None
     assert scaler.scale == 8.0
     assert make_scaler(replace(changed, precision="auto"), "bf16") is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure-bf16"])
+def test_the_loss_is_scaled_where_one_module_computes_in_fp16(precision: Precision) -> None:
+    config = Config(
+        model=Model(image=ImageTower(name="x")),
+        stages=(),
+        precision=precision,
+        precision_of=(ModulePrecision(modules="visual.head", precision="fp16"),),
+        loss_scaling=LossScaling(start=8.0),
+    )
+    scaler = make_scaler(config, precision)
+    assert scaler is not None
+    assert scaler.scale == 8.0
+    module = ModulePrecision(modules="visual.head", precision="fp32")
+    with pytest.raises(RequestError, match="loss_scaling would have no effect"):
+        make_scaler(replace(config, precision_of=(module,)), precision)

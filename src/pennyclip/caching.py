@@ -5,9 +5,13 @@ graphs behind them. So every micro-batch is embedded without a graph; the loss g
 the embeddings (and, once, of temperature and bias); then every micro-batch is embedded again, with
 a graph, through which its share of that gradient flows back.
 
+In the second pass the towers take turns: one goes through all micro-batches, then the other. So
+only one of them has a graph at a time, which makes room for the gradients of the parameters: those
+are there from the first micro-batch on, while a batch that goes through whole has none at its peak.
+
 The second pass must see what the first saw: patches to keep are sliced from those of the whole
-batch, and whatever else is drawn inside a tower (dropout, stochastic depth) is drawn from the
-micro-batch's own seed.
+batch, and whatever else is drawn inside a tower (dropout, stochastic depth) is drawn from a seed of
+the micro-batch's and tower's own.
 """
 
 from collections.abc import Callable
@@ -23,8 +27,7 @@ from pennyclip.data.loader import Batch
 from pennyclip.data.order import mix
 from pennyclip.errors import RequestError
 
-Embeddings = tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]
-Embed = Callable[[Batch, Int64[Tensor, "B K"] | None], Embeddings]
+Tower = Callable[[Batch, Int64[Tensor, "B K"] | None], Float[Tensor, "B D"]]
 
 
 class GradientCache:
@@ -32,7 +35,7 @@ class GradientCache:
 
     def __init__(
         self,
-        embed: Embed,
+        towers: tuple[Tower, Tower],
         batch: Batch,
         keep: Int64[Tensor, "B K"] | None,
         *,
@@ -42,38 +45,38 @@ class GradientCache:
         """Embed a batch piece by piece.
 
         Args:
-            embed: both towers on a micro-batch and the patches that its images keep.
+            towers: image and text embeddings of a micro-batch, whose images keep some patches.
             batch: the whole batch.
             keep: the patches that each of its images keeps; None: all.
             micro_batch: pairs in a piece; the last may be smaller.
             seed: of all that is drawn in this update.
         """
-        self._embed, self._batch, self._keep, self._seed = embed, batch, keep, seed
+        self._towers, self._batch, self._keep, self._seed = towers, batch, keep, seed
         starts = range(0, len(batch.rows), micro_batch)
         self._pieces = [slice(start, start + micro_batch) for start in starts]
         with torch.no_grad():
-            parts = [self._run(number) for number in range(len(self._pieces))]
-        images, texts = zip(*parts, strict=True)
-        self.embeddings: Embeddings = (
-            torch.cat(images).requires_grad_(),
-            torch.cat(texts).requires_grad_(),
-        )
+            image, text = (
+                torch.cat([self._run(tower, number) for number in range(len(self._pieces))])
+                for tower in (0, 1)
+            )
+        self.embeddings = image.requires_grad_(), text.requires_grad_()
 
     def backward(self) -> None:
         """Pass the gradients of `embeddings` on to the towers' parameters."""
-        for number, at in enumerate(self._pieces):
-            # A tower may have nothing that learns: a frozen trunk and no head.
-            towers = [
-                (again, whole.grad[at])
-                for again, whole in zip(self._run(number), self.embeddings, strict=True)
-                if again.requires_grad and whole.grad is not None
-            ]
-            torch.autograd.backward([again for again, _ in towers], [grad for _, grad in towers])
+        for tower, whole in enumerate(self.embeddings):
+            if whole.grad is None:
+                continue
+            for number, at in enumerate(self._pieces):
+                again = self._run(tower, number)
+                if not again.requires_grad:  # nothing in this tower learns
+                    break
+                again.backward(whole.grad[at])  # type: ignore[no-untyped-call]
 
-    def _run(self, number: int) -> Embeddings:
+    def _run(self, tower: int, number: int) -> Float[Tensor, "b D"]:
         at = self._pieces[number]
-        torch.manual_seed(micro_seed(self._seed, number))
-        return self._embed(rows_of(self._batch, at), None if self._keep is None else self._keep[at])
+        torch.manual_seed(micro_seed(self._seed, number, tower))
+        keep = None if self._keep is None else self._keep[at]
+        return self._towers[tower](rows_of(self._batch, at), keep)
 
 
 def rows_of(batch: Batch, at: slice) -> Batch:
@@ -84,9 +87,26 @@ def rows_of(batch: Batch, at: slice) -> Batch:
     return Batch(**parts)
 
 
-def micro_seed(seed: int, number: int) -> int:
-    """The seed of a micro-batch, from its update's seed and its number in the batch."""
-    return int(mix(np.array([seed + number], np.uint64))[0] >> np.uint64(1))
+def micro_seed(seed: int, number: int, tower: int) -> int:
+    """The seed of a tower (0: image, 1: text) in a micro-batch.
+
+    Args:
+        seed: of the update.
+        number: of the micro-batch in its batch.
+    """
+    return int(mix(np.array([seed + 2 * number + tower], np.uint64))[0] >> np.uint64(1))
+
+
+def learning_batch_norms(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers in training mode: under micro-batches they learn other things.
+
+    They would take their statistics from each micro-batch, and twice.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
 
 
 def check_cacheable(model: nn.Module, config: Config) -> None:
@@ -102,11 +122,7 @@ def check_cacheable(model: nn.Module, config: Config) -> None:
             f"micro_batch = {config.micro_batch}: it is a part of batch_size = "
             f"{config.batch_size}; set it between 1 and that, or leave it out."
         )
-    norms = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
+    norms = learning_batch_norms(model)
     if norms and config.micro_batch < config.batch_size:
         raise RequestError(
             f"micro_batch = {config.micro_batch}: {len(norms)} BatchNorm layers ({norms[0]}, ...) "

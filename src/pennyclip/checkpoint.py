@@ -2,9 +2,11 @@
 
     checkpoints/step_000500/
         model.safetensors        all weights, under open_clip's names
+        ema.safetensors          their moving average, where the run keeps one
         open_clip_config.json    open_clip loads the folder by `local-dir:`
+        trunk/config.json        of an image tower that is not timm's default: for open_clip too
         meta.json                step, score, model configuration
-        trainer.pt               optimizer state, updates skipped, loss scale
+        trainer.pt               optimizer state, updates skipped, loss scale, LoRA's adapters
         config.json, tokenizer*.json    of a transformers text tower
 
 A folder appears under its name only when it is whole, so the newest one is always good. Random
@@ -14,20 +16,23 @@ state needs no saving: every draw of an update is a function of (seed, step).
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from pennyclip.atomic import remove, replacing
 from pennyclip.config import Model, TransformersText
 from pennyclip.config_file import from_tree, to_tree
+from pennyclip.ema import Ema
 from pennyclip.errors import RequestError
 from pennyclip.model.clip import CLIP
-from pennyclip.weights.open_clip import open_clip_config
+from pennyclip.model.lora import merged_state
+from pennyclip.weights.open_clip import open_clip_files
 
 TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -41,6 +46,14 @@ class Checkpoint:
     """Updates made."""
     score: float | None
     """What the run chooses by, larger is better; None: not evaluated at this step."""
+    ema_score: float | None = None
+    """The same of the averaged weights, where the run keeps them."""
+    averaged: bool = False
+    """Whether the averaged weights are meant."""
+
+    @property
+    def weights(self) -> Path:
+        return self.path / ("ema.safetensors" if self.averaged else "model.safetensors")
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -51,9 +64,13 @@ def checkpoints(run: Path) -> list[Checkpoint]:
     """The run's finished checkpoints, the oldest first."""
     found = []
     for file in (run / "checkpoints").glob("step_*/meta.json"):
-        path, meta = file.parent, json.loads(file.read_text(encoding="utf-8"))
-        found.append(Checkpoint(path, meta["step"], meta["score"]))
+        found.append(_read(file.parent))
     return sorted(found, key=lambda c: c.step)
+
+
+def _read(path: Path) -> Checkpoint:
+    meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    return Checkpoint(path, meta["step"], meta["score"], meta.get("ema_score"))
 
 
 def best(found: list[Checkpoint]) -> Checkpoint | None:
@@ -62,15 +79,27 @@ def best(found: list[Checkpoint]) -> Checkpoint | None:
     return max(scored, key=lambda c: (c.score, -c.step)) if scored else None
 
 
+def best_average(found: list[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint whose averaged weights have the highest score."""
+    scored = [c for c in found if c.ema_score is not None]
+    return max(scored, key=lambda c: (c.ema_score, -c.step)) if scored else None
+
+
 def choose(path: Path, which: str = "best") -> Checkpoint:
-    """A checkpoint of a run by `best`, `last` or its step; or the checkpoint that `path` itself is.
+    """A checkpoint of a run, or the checkpoint that `path` itself is.
+
+    Args:
+        path: a run folder or a checkpoint folder.
+        which: `best`, `last` or a step; for averaged weights `ema` (the best ones), `ema:last` or
+            `ema:STEP`.
 
     Raises:
         RequestError: there is none, or none of that step; those that exist are named.
     """
+    if which == "ema" or which.startswith("ema:"):
+        return _choose_average(path, which.removeprefix("ema").removeprefix(":") or "best")
     if (path / "meta.json").is_file():
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        return Checkpoint(path, meta["step"], meta["score"])
+        return _read(path)
     found = checkpoints(path)
     if not found:
         raise RequestError(
@@ -90,11 +119,25 @@ def choose(path: Path, which: str = "best") -> Checkpoint:
     )
 
 
+def _choose_average(path: Path, which: str) -> Checkpoint:
+    chosen = choose(path, which)
+    if which == "best":
+        chosen = best_average(checkpoints(path)) or chosen
+    chosen = replace(chosen, averaged=True)
+    if not chosen.weights.is_file():
+        raise RequestError(
+            f"{chosen.path} has no averaged weights (ema.safetensors): the run did not keep them. "
+            "Leave out 'ema', or train with --ema-decay 0.999."
+        )
+    return chosen
+
+
 def save(
     run: Path,
     step: int,
-    score: float | None,
+    scores: tuple[float | None, float | None],
     model: CLIP,
+    ema: Ema | None,
     trainer: Mapping[str, Any],
     text_folder: Path | None,
     dataset: str,
@@ -105,8 +148,8 @@ def save(
     Args:
         run: the run's folder.
         step: batches trained on.
-        score: of the evaluation at this step, if there was one.
-        model: its weights are written in their own dtypes.
+        scores: of the evaluation at this step, if there was one: the weights' and the average's.
+        model: its weights are written in their own dtypes, adapters merged into them.
         trainer: what training needs to go on, for `torch.load` with `weights_only`.
         text_folder: of a transformers text tower's configuration and tokenizer.
         dataset: fingerprint of what is trained on.
@@ -118,27 +161,46 @@ def save(
     final = run / "checkpoints" / f"step_{step:06d}"
     with replacing(final) as folder:
         folder.mkdir()
-        state = {
-            name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()
-        }
+        meta = {"step": step, "score": scores[0], "ema_score": scores[1], "dataset": dataset}
         try:
-            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+            write_model(folder, model, text_folder, meta)
+            if ema is not None:
+                with ema.applied(model):
+                    save_file(_state(model), folder / "ema.safetensors", {"format": "pt"})
             torch.save(dict(trainer), folder / "trainer.pt")
         except (SafetensorError, RuntimeError) as error:  # what they make of a full disk
             raise OSError(str(error)) from error
-        if text_folder is not None:
-            for name in TEXT_FILES:
-                if (text_folder / name).is_file():
-                    shutil.copyfile(text_folder / name, folder / name)
-        write_json(folder / "open_clip_config.json", open_clip_config(model))
-        meta = {"step": step, "score": score, "dataset": dataset, "model": to_tree(model.config)}
-        write_json(folder / "meta.json", meta)
     found = checkpoints(run)
-    kept = {c.step for c in found[-keep:]} | {c.step for c in [best(found)] if c is not None}
+    kept = {c.step for c in [*found[-keep:], best(found), best_average(found)] if c is not None}
     for old in found:
         if old.step not in kept:
             remove(old.path)
     return final
+
+
+def write_model(
+    folder: Path, model: CLIP, text_folder: Path | None, meta: Mapping[str, Any]
+) -> None:
+    """Write what `load_model` reads into a folder.
+
+    Args:
+        folder: an empty one.
+        model: its weights are written in their own dtypes, adapters merged into them.
+        text_folder: of a transformers text tower's configuration and tokenizer.
+        meta: what meta.json says beside the model's configuration; `step`, `score` and `dataset`.
+    """
+    save_file(_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    if text_folder is not None:
+        for name in TEXT_FILES:
+            if (text_folder / name).is_file():
+                shutil.copyfile(text_folder / name, folder / name)
+    for name, tree in open_clip_files(model, text_folder).items():
+        write_json(folder / name, tree)
+    write_json(folder / "meta.json", {**meta, "model": to_tree(model.config)})
+
+
+def _state(model: CLIP) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in merged_state(model).items()}
 
 
 def load_model(checkpoint: Checkpoint) -> CLIP:
@@ -146,7 +208,7 @@ def load_model(checkpoint: Checkpoint) -> CLIP:
     config = from_tree(Model, checkpoint.meta["model"], str(checkpoint.path / "meta.json"))
     folder = checkpoint.path if isinstance(config.text, TransformersText) else None
     model = CLIP(config, folder)
-    model.load_state_dict(load_file(checkpoint.path / "model.safetensors"))
+    model.load_state_dict(load_file(checkpoint.weights))
     return model.eval()
 
 
@@ -155,4 +217,5 @@ def load_trainer(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def write_json(path: Path, tree: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

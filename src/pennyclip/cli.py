@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -15,11 +15,17 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
+from pennyclip.answer import Answer, Json
+from pennyclip.bench.commands import BatchSize, Precision, Rate
 from pennyclip.config import Config
 from pennyclip.config_file import load_recipe
+from pennyclip.doctor.commands import Doctor
 from pennyclip.errors import RequestError, RunError
-
-Json = Annotated[bool, arg(help="Print one JSON object on standard output, nothing else there.")]
+from pennyclip.evaluate.task import Task
+from pennyclip.filter.command import Filter
+from pennyclip.prepare_command import Prepare
+from pennyclip.samples_command import Samples
+from pennyclip.telemetry.metrics import plain
 
 
 class Command(Protocol):
@@ -27,50 +33,6 @@ class Command(Protocol):
     def json(self) -> bool: ...
 
     def run(self) -> "Answer": ...
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command found: for people, for programs, and its exit code."""
-
-    text: str
-    tree: dict[str, Any]
-    exit_code: int = 0
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Any layout of image-text pairs -> validated, resized, sharded dataset."""
-
-    sources: Positional[tuple[str, ...]]
-    """Folders, tables (csv, tsv, jsonl) or webdataset tars."""
-    out: Path
-    """The dataset's folder."""
-    image_key: str | None = None
-    """A table's column with the image paths, where its name is unusual."""
-    caption_key: str | None = None
-    """A table's column with the captions, where its name is unusual."""
-    val_share: float = 0.05
-    """Share of rows held out for reports, where the source brings no validation split."""
-    dev_share: float = 0.05
-    """Share of training rows held out to choose checkpoints by."""
-    workers: int | None = None
-    """Processes; unset: one a core."""
-    json: Json = False
-
-    def run(self) -> Answer:
-        from pennyclip.prepare import prepare
-
-        summary = prepare(
-            list(self.sources),
-            self.out,
-            workers=self.workers,
-            val_share=self.val_share,
-            dev_share=self.dev_share,
-            image_key=self.image_key,
-            caption_key=self.caption_key,
-        )
-        return Answer(str(summary), dataclasses.asdict(summary))
 
 
 @dataclass(frozen=True)
@@ -96,12 +58,14 @@ class Resume:
 
     resume: Path
     """The run's folder."""
+    cooldown: bool = False
+    """Begin the cooldown of a `wsd` schedule now: the run ends when the rate has fallen."""
     json: Json = False
 
     def run(self) -> Answer:
         from pennyclip.train import resume
 
-        return _outcome(resume(self.resume))
+        return _outcome(resume(self.resume, cooldown=self.cooldown))
 
 
 def _outcome(outcome: Any) -> Answer:
@@ -132,7 +96,7 @@ class Retrieval:
     split: str = "val"
     """Subset of the dataset."""
     checkpoint: str = "best"
-    """best, last or a step."""
+    """best, last or a step; ema, ema:last or ema:STEP for averaged weights."""
     json: Json = False
 
     def run(self) -> Answer:
@@ -150,7 +114,7 @@ class Zeroshot:
     images: Path
     """A folder with one folder a class, named as the class."""
     checkpoint: str = "best"
-    """best, last or a step."""
+    """best, last or a step; ema, ema:last or ema:STEP for averaged weights."""
     classes: Path | None = None
     """JSON object from folder name to class name, where they differ."""
     json: Json = False
@@ -169,17 +133,19 @@ def _result(result: Any) -> Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """A self-contained page about a run, or several side by side."""
+    """A self-contained page about a run, several side by side, or a dataset."""
 
     runs: Positional[tuple[Path, ...]]
     out: Path | None = None
-    """The page; unset: report.html in the run's folder, comparison.html for several runs."""
+    """The page; unset: report.html in the folder, comparison.html for several runs."""
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.report import write_comparison, write_report
+        from pennyclip.report import write_comparison, write_dataset_page, write_report
 
-        if len(self.runs) == 1:
+        if len(self.runs) == 1 and (self.runs[0] / "dataset.json").is_file():
+            page = write_dataset_page(self.runs[0], self.out)
+        elif len(self.runs) == 1:
             page = write_report(self.runs[0], self.out)
         else:
             page = write_comparison(list(self.runs), self.out or Path("comparison.html"))
@@ -200,7 +166,7 @@ class Search:
     top: int = 5
     """How many pictures."""
     checkpoint: str = "best"
-    """best, last or a step."""
+    """best, last or a step; ema, ema:last or ema:STEP for averaged weights."""
     json: Json = False
 
     def run(self) -> Answer:
@@ -229,7 +195,7 @@ class Export:
     out: Path
     """The folder."""
     checkpoint: str = "best"
-    """best, last or a step."""
+    """best, last or a step; ema, ema:last or ema:STEP for averaged weights."""
     json: Json = False
 
     def run(self) -> Answer:
@@ -239,6 +205,37 @@ class Export:
         lines = [f"{made.path}: {made.layout}", *made.notes, f"load it with: {made.load_line}"]
         tree = dataclasses.asdict(made) | {"path": str(made.path)}
         return Answer("\n".join(lines), json.loads(json.dumps(tree, default=str)))
+
+
+@dataclass(frozen=True)
+class Interpolate:
+    """The model between a run's start and end that keeps most of both tasks (WiSE-FT)."""
+
+    run_: Annotated[Positional[Path], arg(metavar="RUN")]
+    """The end: a run's folder, or a checkpoint's."""
+    out: Path
+    """The checkpoint folder to make."""
+    task: Task = field(default_factory=Task)
+    """What the run was for."""
+    reference: Task = field(default_factory=Task)
+    """What it should not forget."""
+    start: Path | None = None
+    """A run or checkpoint to begin at; unset: what the run started from."""
+    alphas: tuple[float, ...] = tuple(i / 10 for i in range(11))
+    """Where models are scored: 0 is the start, 1 the end; unset: the paper's steps of 0.1."""
+    alpha: float | None = None
+    """Write this one, whatever the scores; unset: that with the largest mean of both."""
+    checkpoint: str = "best"
+    """best, last or a step; ema, ema:last or ema:STEP for averaged weights."""
+    json: Json = False
+
+    def run(self) -> Answer:
+        from pennyclip.interpolate.command import interpolate_run
+
+        options = {k: v for k, v in vars(self).items() if k not in ("run_", "json")}
+        made = interpolate_run(self.run_, **options)
+        tree = dataclasses.asdict(made) | {"path": str(made.path)}
+        return Answer(str(made), tree)
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ class List:
     """Name what a recipe can use."""
 
     what: Positional[str]
-    """recipes, towers, losses or optimizers."""
+    """recipes, towers, losses, optimizers or presets."""
     json: Json = False
 
     def run(self) -> Answer:
@@ -276,18 +273,26 @@ class List:
 
 COMMANDS: dict[str, type[Any]] = {
     "prepare": Prepare,
+    "samples": Samples,
     "train": Train,
     "eval retrieval": Retrieval,
     "eval zeroshot": Zeroshot,
+    "filter": Filter,
     "report": Report,
     "search": Search,
+    "bench batch-size": BatchSize,
+    "bench precision": Precision,
+    "bench rate": Rate,
+    "doctor": Doctor,
     "export": Export,
+    "interpolate": Interpolate,
     "weights": Weights,
     "list": List,
 }
 
 
-HELP = [[*command, flag] for command in ([], ["train"], ["eval"]) for flag in ("-h", "--help")]
+GROUPS: list[list[str]] = [[], ["train"], ["eval"], ["bench"]]
+HELP = [[*group, flag] for group in GROUPS for flag in ("-h", "--help")]
 """Where there is no single command whose help tyro could print."""
 
 
@@ -309,21 +314,27 @@ def parse(argv: Sequence[str]) -> Command:
         raise RequestError(f"no command '{' '.join(argv[:2])}'\n\n{usage()}")
     rest = list(argv[len(name.split()) :])
     kind, program = COMMANDS[name], f"pennyclip {name}"
-    if name != "train":
+    fields = dataclasses.fields(kind)
+    if "config" not in [field.name for field in fields]:
         return tyro.cli(kind, prog=program, args=rest, description=kind.__doc__)
-    if any(item.split("=")[0] == "--resume" for item in rest):
+    if name == "train" and any(item.split("=")[0] == "--resume" for item in rest):
         return tyro.cli(Resume, prog=program, args=rest)
     if not rest or rest[0].startswith("-"):
+        out, again = "", ""
+        if name == "train":
+            out, again = " --out RUN", ", or pennyclip train --resume RUN"
         raise RequestError(
-            "usage: pennyclip train RECIPE --data DATASET --out RUN [--section.key value ...], or "
-            "pennyclip train --resume RUN. Recipes: pennyclip list recipes"
+            f"usage: {program} RECIPE --data DATASET{out} [--section.key value ...]{again}. "
+            "Recipes: pennyclip list recipes"
         )
-    config = load_recipe(rest[0])
+    required = {
+        field.name: tyro.MISSING for field in fields if field.default is dataclasses.MISSING
+    }
     return tyro.cli(
-        Train,
+        kind,
         prog=f"{program} {rest[0]}",
         args=rest[1:],
-        default=Train(config=config, out=tyro.MISSING),
+        default=kind(**required | {"config": load_recipe(rest[0])}),
         config=(tyro.conf.AvoidSubcommands,),
     )
 
@@ -352,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in argv:
             print(json.dumps({"error": "stopped by Ctrl-C"}))
         return 130
-    print(json.dumps(answer.tree) if command.json else answer.text)
+    print(json.dumps(plain(answer.tree), allow_nan=False) if command.json else answer.text)
     return answer.exit_code
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Depth = Literal["all", "none"] | int
+Depth = Literal["all", "none"] | int | tuple[str, ...]
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "auto"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "pure-bf16", "pure-fp16", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,21 @@ class Stage:
     """Image side in pixels in this stage, its evaluations and checkpoints; unset: the tower's."""
     text_length: int | None = None
     """Longest caption in tokens; unset: the tower's context length."""
-    mask_ratio: float = 0.0
-    """Share of the image patches that is dropped in training (FLIP, Li et al. 2023), below 1."""
+    mask_ratio: float | tuple[float, float] = 0.0
+    """Share of the image patches that is dropped in training (FLIP, Li et al. 2023), below 1; two
+    numbers: from the first to the second, in a straight line over the stage."""
     image_layers: Depth = "all"
-    """What learns of the image tower's trunk: all, none, or the last N layer groups."""
+    """What learns of the image tower's trunk: all, none, the last N layer groups, or the parameters
+    that match patterns: ["trunk.blocks.1?.*", "trunk.norm.*"]."""
     text_layers: Depth = "all"
-    """What learns of the text tower's trunk: all, none, or the last N layers."""
+    """What learns of the text tower's trunk: all, none, the last N layers, or patterns."""
     lr_factor: float = 1.0
     """Multiplies every learning rate during this stage."""
+    warmup_steps: int | None = None
+    """Updates of warm-up with which this stage begins a course of the rates of its own (FLIP's and
+    CLIPA's ends have one); unset: it goes on along the course before it."""
+    new_lr_factor: float = 1.0
+    """Multiplies the rates of what learns in this stage and in none before, during this stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +135,55 @@ class Augment:
 
     crop_scale: tuple[float, float] = (1.0, 1.0)
     """Range of the area share that a random resized crop keeps; (1, 1): the centre crop."""
+    flip: float = 0.0
+    """Share of the pictures that is mirrored. Off: mirrored text reads wrongly, "left" is right."""
+    color_jitter: float = 0.0
+    """Brightness, contrast and saturation are each multiplied by a factor that far from 1."""
+    word_dropout: float = 0.0
+    """Share of a caption's words that is dropped; one always stays."""
+    synonyms: float = 0.0
+    """Share of a caption's words that is replaced, where WordNet knows a synonym (English)."""
+    wordnet: str = ""
+    """Folder with WordNet's database files, for `synonyms`."""
+
+    @property
+    def changes_images(self) -> bool:
+        return self.crop_scale != (1.0, 1.0) or self.flip > 0 or self.color_jitter > 0
+
+    @property
+    def changes_captions(self) -> bool:
+        return self.word_dropout > 0 or self.synonyms > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartRates:
-    """What one part of the model (a trunk, or the heads) learns with; unset: as the optimizer."""
+    """What one part of the model learns with; unset: as the optimizer."""
 
     lr: float | None = None
     weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    warmup_steps: int | None = None
+    """Updates of linear warm-up of this part's rates; unset: the run's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkRates(PartRates):
+    """What a trunk learns with."""
+
     layer_decay: float = 1.0
     """Rate factor from one layer to the one below it (Clark et al. 2020, ELECTRA)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternRates:
+    """What the parameters whose names match a pattern learn with; unset: as their part."""
+
+    match: str
+    """Of names in the whole model; * stands for anything: "visual.trunk.patch_embed.*"."""
+    lr: float | None = None
+    """Peak rate, without layer decay."""
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +199,62 @@ class Optim:
     weight_decay: float = 0.2
     """Not applied to norms, biases, class token, position embeddings and temperature."""
     clip_norm: float = 1.0
-    """Largest norm of the true (unscaled) gradient over all parameters."""
+    """Largest norm of the true (unscaled) gradient over all parameters; inf: it is not clipped."""
+    stochastic_rounding: bool = False
+    """In pure-bf16: no float32 masters; weights are rounded up or down by chance, to their mean."""
+    lr_scale: float = 1.0
+    """Multiplies every rate if the run computes in 16 bits. Off: 16 bits alone call for no other
+    rate; where gradients suffer from them, a lower one may help."""
     warmup_steps: int | None = None
     """Updates of linear warm-up; unset: `warmup_share` of the run."""
     warmup_share: float = 0.05
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """The course of the rates after the warm-up: see `optim/schedules.py`."""
     min_lr_share: float = 0.0
-    """The rate at the end of the cosine, as a share of the peak."""
-    image: PartRates = field(default_factory=PartRates)
-    text: PartRates = field(default_factory=PartRates)
+    """The rate at the end, as a share of the peak."""
+    cooldown_share: float = 0.2
+    """The last part of a run under `wsd`, in which the rate falls (Haegele et al. 2024)."""
+    cooldown_from: int | None = None
+    """The update at which it begins; unset: as late as its share allows. A running run's is set by
+    `pennyclip train --resume RUN --cooldown`."""
+    image: TrunkRates = field(default_factory=TrunkRates)
+    text: TrunkRates = field(default_factory=TrunkRates)
     heads: PartRates = field(default_factory=PartRates)
+    temperature: PartRates = field(default_factory=PartRates)
+    """Of the logits' scale and bias."""
+    patterns: tuple[PatternRates, ...] = ()
+    """For single parameters, the first that matches counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters in the linear layers of a trunk, which itself stays as it is (Hu et al. 2021)."""
+
+    rank: int | None = None
+    """Of each adapter; unset: no adapters."""
+    alpha: float | None = None
+    """What an adapter adds is multiplied by alpha / rank; unset: by 1, as in peft's defaults."""
+    targets: tuple[str, ...] = ()
+    """Which layers, by the ends of their names: "query", "attn.qkv"; unset: every linear layer."""
+    dropout: float = 0.0
+    """Share of an adapter's input that is dropped in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """The adapters of either tower; merged into the weights in checkpoints and exports."""
+
+    image: Lora = field(default_factory=Lora)
+    text: Lora = field(default_factory=Lora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePrecision:
+    """What the modules whose names match a pattern compute in, with all that is inside them."""
+
+    modules: str
+    """* stands for anything: "visual.trunk.blocks.0.*"."""
+    precision: Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +271,31 @@ class LossScaling:
     floor: float = 1.0
     """The factor never falls below."""
     patience: int = 17
-    """Overflows in a row that stop the run. Chosen: 16 bring the factor from `start` to `floor`."""
+    """Overflows in a row after which the run is rolled back. Chosen: 16 bring the factor from
+    `start` to `floor`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stability:
+    """What is done about a run that is not well: see `stability.py`."""
+
+    rollbacks: int = 3
+    """How often a run may go back to an earlier checkpoint before it is stopped; 0: never."""
+    rate_factor: float = 0.3
+    """Multiplies every rate where the rate may be to blame. Chosen: half a power of ten."""
+    patience: int = 5
+    """Batches in a row whose loss or gradient is not finite, after which the run is rolled back; in
+    fp16 it is `loss_scaling.patience`. Chosen: one is an accident."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """Blocks whose activations are computed again in the backward pass, to save memory."""
+
+    image: Literal["all", "none"] | int = "none"
+    """All blocks of the image trunk, none, or the first N."""
+    text: Literal["all", "none"] | int = "none"
+    """The same of the text trunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +328,8 @@ class Config:
     subset: str = "train"
     """Which of the dataset's rows are trained on."""
     model: Model
+    init: str = ""
+    """A run or a checkpoint whose weights this run starts from, in place of the towers' own."""
     stages: tuple[Stage, ...]
     batch_size: int = 256
     """Pairs in one contrastive batch; every pair's negatives are the rest of it."""
@@ -219,13 +338,31 @@ class Config:
     seed: int = 0
     precision: Precision = "fp32"
     """Of the towers. auto: bf16 where the hardware has it, else fp16 on GPUs and fp32 on CPUs."""
+    precision_of: tuple[ModulePrecision, ...] = ()
+    """Modules with a precision of their own; the first that matches counts."""
     loss: str = "infonce"
+    compile: bool = False
+    """Try torch.compile on the first updates of each stage, and keep it where it is faster. Which
+    way it goes depends on the machine; apart from rounding, the result does not."""
+    ema_decay: float | None = None
+    """Of an average of the weights, evaluated and saved beside them; unset: none is kept."""
     workers: int = 2
     """Threads that read and decode images; 0: the training thread does it."""
+    weights: tuple[float, ...] = ()
+    """How often an epoch shows the rows of each of the dataset's sources, in the order in which
+    they were prepared: 2 0.5 is twice and every other; unset: all once."""
+    shuffle_window: int | None = None
+    """Rows are shuffled among so many neighbours, over shuffled shards, for storage that is slow at
+    random reads; unset: over the whole epoch."""
     log_every: int = 10
     """Updates between two lines of metrics."""
     optim: Optim = field(default_factory=Optim)
+    lora: Adapters = field(default_factory=Adapters)
     loss_scaling: LossScaling = field(default_factory=LossScaling)
+    stability: Stability = field(default_factory=Stability)
+    activation_checkpointing: ActivationCheckpointing = field(
+        default_factory=ActivationCheckpointing
+    )
     augment: Augment = field(default_factory=Augment)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     evaluate: Evaluation = field(default_factory=Evaluation)

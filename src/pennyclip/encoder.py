@@ -16,7 +16,11 @@ from pennyclip.config import ClipText, Model
 from pennyclip.data.images import from_pil
 from pennyclip.data.loader import fit_square
 from pennyclip.data.text import ClipTokenizer, JsonTokenizer, Tokenizer, pad, truncate
+from pennyclip.errors import RequestError
 from pennyclip.model.clip import CLIP
+from pennyclip.weights.adopt import adopt, adoptable
+from pennyclip.weights.build import build, text_folder
+from pennyclip.weights.packages import locate
 
 CHUNK = 32  # inputs encoded at a time. chosen: fits every device, and a CPU's cache
 
@@ -100,13 +104,37 @@ def load(path: str | os.PathLike[str], checkpoint: str = "best") -> Encoder:
     """Load a trained model.
 
     Args:
-        path: a run folder, or a checkpoint folder.
+        path: a run folder or a checkpoint folder; a folder of open_clip's (with
+            open_clip_config.json) or of transformers' (CLIPModel, SiglipModel); `hub:org/name`.
         checkpoint: of a run: `best`, `last` or a step.
 
     Raises:
-        RequestError: there is no such checkpoint.
+        RequestError: there is no such checkpoint, or no such model can be built.
     """
-    chosen = choose(Path(path), checkpoint)
-    model = load_model(chosen)
+    folder = locate(str(path)) if str(path).startswith("hub:") else Path(path)
+    ours = (folder / "meta.json").is_file() or (folder / "checkpoints").is_dir()
+    if ours or not adoptable(folder):
+        chosen = choose(folder, checkpoint)
+        model = load_model(chosen)
+        tokenizer = make_tokenizer(model.config, chosen.path)
+    else:
+        chosen = Checkpoint(folder, step=0, score=None)
+        model = _adopted(folder)
+        tokenizer = make_tokenizer(model.config, text_folder(model.config))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    return Encoder(model, make_tokenizer(model.config, chosen.path), chosen)
+    return Encoder(model, tokenizer, chosen)
+
+
+def _adopted(folder: Path) -> CLIP:
+    """Somebody else's model, in evaluation mode.
+
+    Raises:
+        RequestError: its weights leave a part random.
+    """
+    model, matches = build(adopt(folder), seed=0)
+    if new := [name for match in matches for name in match.new]:
+        raise RequestError(
+            f"the weights in {folder} lack {', '.join(new[:4])}: without them, images and texts "
+            "share no space. Expected a whole CLIP."
+        )
+    return model.eval()

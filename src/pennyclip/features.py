@@ -1,9 +1,8 @@
-"""Embeddings of whole row sets, and the frozen trunks' features computed once.
+"""Embeddings of whole row sets, and what frozen layers compute, once for a dataset.
 
-    dataset/embeddings/<fingerprint>/features.npy    float16, one line a row or caption
-
-The fingerprint covers the trunk's weights and everything that decides its input, so that a cache
-is found again by any run with the same frozen trunk, and by no other.
+Stores lie in dataset/embeddings/<fingerprint>. The fingerprint covers the frozen layers' weights
+and everything that decides their input, so that a store is found again by any run with the same
+frozen layers, and by no other.
 """
 
 import hashlib
@@ -13,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from pennyclip.atomic import replacing
 from pennyclip.config import ClipText, ImageTower, TransformersText
 from pennyclip.data.index import Dataset
 from pennyclip.data.loader import PREPROCESSING, load_images
 from pennyclip.data.order import I64
+from pennyclip.data.stored import Array, Stored, create, find
 from pennyclip.data.tokens import TokenStore
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import trunk_state
 
-Store = npt.NDArray[np.float16]
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
@@ -39,10 +36,10 @@ def silent(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Stores:
-    """Stored trunk features of a dataset; None where a trunk is learning."""
+    """What is stored of a dataset for each tower; None: nothing."""
 
-    image: Store | None = None
-    text: Store | None = None
+    image: Stored | None = None
+    text: Stored | None = None
 
 
 def fingerprint(state: Mapping[str, Tensor], *inputs: object) -> str:
@@ -54,106 +51,131 @@ def fingerprint(state: Mapping[str, Tensor], *inputs: object) -> str:
     return digest.hexdigest()
 
 
-def _computation(config: ImageTower | ClipText | TransformersText) -> dict[str, Any]:
+def computation(config: ImageTower | ClipText | TransformersText) -> dict[str, Any]:
     """What of a tower's configuration its output depends on, beside its weights."""
     beside = {"weights", "pretrained", "drop_keys", "new_keys", "head", "head_bias", "image_size"}
     return {key: value for key, value in vars(config).items() if key not in beside}
 
 
 def image_features(
-    model: CLIP, dataset: Dataset, size: int, chunk: int, progress: Progress
-) -> Store:
-    """[rows, V] the frozen image trunk's features of every row, from the cache or computed."""
+    model: CLIP,
+    dataset: Dataset,
+    size: int,
+    chunk: int,
+    progress: Progress,
+    layers: int | None = None,
+) -> Stored:
+    """What the image trunk makes of every row, found or computed.
+
+    Args:
+        size: of the images in pixels.
+        layers: the first of `layers()`, which are frozen; None: all, for the trunk's features.
+
+    Raises:
+        NotStored: the disk has no room for it, or float16 no range.
+    """
     tower = model.visual
 
     def compute() -> Iterator[tuple[I64, Tensor]]:
-        for start in range(0, len(dataset), chunk):
-            rows = np.arange(start, min(start + chunk, len(dataset)))
-            images = load_images(dataset, rows, size)
-            yield rows, tower.features(images.to(tower.mean.device))
+        for rows in _chunks(len(dataset), chunk):
+            images = load_images(dataset, rows, size).to(tower.mean.device)
+            yield rows, tower.features(images) if layers is None else tower.prefix(images, layers)
             progress("image features", int(rows[-1]) + 1, len(dataset))
 
-    return _stored(dataset, _image_trunk(model, dataset, size), len(dataset), compute)
+    name = _image_trunk(model, dataset, size, layers)
+    values = _stored(dataset, name, len(dataset), compute)
+    return Stored(values, layers, size)
 
 
-def _image_trunk(model: CLIP, dataset: Dataset, size: int) -> str:
+def _image_trunk(model: CLIP, dataset: Dataset, size: int, layers: int | None = None) -> str:
     tower = model.visual
-    inputs = (dataset.fingerprint, PREPROCESSING, size, _computation(tower.config))
-    return fingerprint(trunk_state(tower), *inputs)
+    inputs = (dataset.fingerprint, PREPROCESSING, size, computation(tower.config))
+    return fingerprint(trunk_state(tower, layers), *inputs)
 
 
-def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progress) -> Store:
-    """[rows, D] the image tower's unit-norm embeddings of every row, cached likewise."""
-    store = _find(dataset, _image_trunk(model, dataset, model.visual.image_size))
+def stored_image_features(model: CLIP, dataset: Dataset) -> Stored | None:
+    """The image trunk's features at its evaluation size, where they are stored."""
+    size = model.visual.image_size
+    values = find(_folder(dataset, _image_trunk(model, dataset, size)))
+    return None if values is None else Stored(values, None, size)
 
-    def compute() -> Iterator[tuple[I64, Tensor]]:
-        for start in range(0, len(dataset), chunk):
-            rows = np.arange(start, min(start + chunk, len(dataset)))
-            yield rows, embed_images(model, dataset, rows, chunk, store)
-            progress("image embeddings", int(rows[-1]) + 1, len(dataset))
 
-    tower = model.visual
-    inputs = (dataset.fingerprint, PREPROCESSING, tower.image_size, _computation(tower.config))
-    name = fingerprint(tower.state_dict(), *inputs)
-    return _stored(dataset, name, len(dataset), compute)
+def stored_text_features(model: CLIP, dataset: Dataset, tokens: TokenStore) -> Stored | None:
+    """The text trunk's features of captions at full length, where they are stored."""
+    length = model.text.context_length
+    values = find(_folder(dataset, _text_trunk(model, dataset, tokens, length)))
+    return None if values is None else Stored(values, None, length)
 
 
 def text_features(
-    model: CLIP, dataset: Dataset, tokens: TokenStore, length: int, chunk: int, progress: Progress
-) -> Store:
-    """[captions, W] the frozen text trunk's features of every caption, cached likewise."""
-    tower = model.text
-    total = int(dataset.caption_starts[-1])
-    inputs = (dataset.fingerprint, tokens.fingerprint, length, _computation(model.config.text))
-    name = fingerprint(trunk_state(tower), *inputs)
+    model: CLIP,
+    dataset: Dataset,
+    tokens: TokenStore,
+    length: int,
+    chunk: int,
+    progress: Progress,
+    layers: int | None = None,
+) -> Stored:
+    """What the text trunk makes of every caption, found or computed.
+
+    Args:
+        length: to which captions are cut, in tokens.
+        layers: the first of `layers()`, which are frozen; None: all, for the trunk's features.
+
+    Raises:
+        NotStored: the disk has no room for it, or float16 no range.
+    """
+    tower, total = model.text, len(tokens)
+    name = _text_trunk(model, dataset, tokens, length, layers)
     device = model.logit_scale.device
+    whole = np.diff(tokens.starts)
+    visible = tower.visible(torch.from_numpy(np.minimum(whole, length))).numpy()
+    starts = np.concatenate([[0], visible.cumsum()])
 
     # Captions of like length together: hardly any padding.
-    order = np.argsort(np.diff(tokens.starts), kind="stable")
+    order = np.argsort(whole, kind="stable")
 
     def compute() -> Iterator[tuple[I64, Tensor]]:
-        for start in range(0, total, chunk):
-            numbers = order[start : start + chunk]
-            ids, lengths = tokens.batch(numbers, length)
-            yield (
-                numbers,
-                tower.features(
-                    torch.from_numpy(ids).to(device), torch.from_numpy(lengths).to(device)
-                ),
-            )
-            progress("text features", start + len(numbers), total)
+        for places in _chunks(total, chunk):
+            numbers = order[places]
+            ids, lengths = (torch.from_numpy(a).to(device) for a in tokens.batch(numbers, length))
+            if layers is None:
+                yield numbers, tower.features(ids, lengths)
+            else:
+                states = tower.prefix(ids, lengths, layers)
+                columns = np.arange(states.shape[1])
+                inside = columns < visible[numbers][:, None]
+                own = (starts[numbers][:, None] + columns)[inside]
+                yield own, states[torch.from_numpy(inside).to(device)]
+            progress("text features", int(places[-1]) + 1, total)
 
-    return _stored(dataset, name, total, compute)
+    if layers is None:
+        return Stored(_stored(dataset, name, total, compute), layers, length)
+    return Stored(_stored(dataset, name, int(starts[-1]), compute), layers, length, starts)
+
+
+def _text_trunk(
+    model: CLIP, dataset: Dataset, tokens: TokenStore, length: int, layers: int | None = None
+) -> str:
+    inputs = (dataset.fingerprint, tokens.fingerprint, length, computation(model.config.text))
+    return fingerprint(trunk_state(model.text, layers), *inputs)
+
+
+def _chunks(count: int, size: int) -> Iterator[I64]:
+    for start in range(0, count, size):
+        yield np.arange(start, min(start + size, count))
 
 
 @torch.no_grad()
 def _stored(
     dataset: Dataset, name: str, count: int, compute: Callable[[], Iterator[tuple[I64, Tensor]]]
-) -> Store:
-    store = _find(dataset, name)
-    if store is None:
-        final = _path(dataset, name)
-        with replacing(final) as partial:
-            out: np.memmap[Any, np.dtype[np.float16]] | None = None
-            for places, part in compute():
-                values = part.float().cpu().numpy()
-                if out is None:
-                    shape = (count, values.shape[1])
-                    out = np.lib.format.open_memmap(partial, "w+", np.float16, shape)
-                out[places] = values
-            assert out is not None, "a dataset has at least one row"
-            out.flush()
-        store = np.load(final, mmap_mode="r")
-    return store
+) -> Array:
+    found = find(_folder(dataset, name))
+    return create(_folder(dataset, name), count, compute()) if found is None else found
 
 
-def _path(dataset: Dataset, name: str) -> Path:
-    return dataset.path / "embeddings" / name / "features.npy"
-
-
-def _find(dataset: Dataset, name: str) -> Store | None:
-    path = _path(dataset, name)
-    return np.load(path, mmap_mode="r") if path.is_file() else None
+def _folder(dataset: Dataset, name: str) -> Path:
+    return dataset.path / "embeddings" / name
 
 
 @dataclass(frozen=True)
@@ -170,14 +192,18 @@ class Embedded:
 
 @torch.no_grad()
 def embed_images(
-    model: CLIP, dataset: Dataset, rows: I64, chunk: int, store: Store | None = None
+    model: CLIP, dataset: Dataset, rows: I64, chunk: int, store: Stored | None = None
 ) -> Float[Tensor, "R D"]:
     """Image embeddings of some rows, at the tower's evaluation size."""
     device, parts = model.logit_scale.device, []
+    if store is not None and store.made_at != model.visual.image_size:
+        store = None
     for start in range(0, len(rows), chunk):
         some = rows[start : start + chunk]
         if store is not None:
-            features = torch.from_numpy(store[some].astype(np.float32)).to(device)
+            features = store.take(some)[0].to(device).float()
+            if store.layers is not None:
+                features = model.visual.suffix(features, store.layers)
         else:
             images = load_images(dataset, some, model.visual.image_size)
             features = model.visual.features(images.to(device))
@@ -187,17 +213,23 @@ def embed_images(
 
 @torch.no_grad()
 def embed_captions(
-    model: CLIP, tokens: TokenStore, numbers: I64, chunk: int, store: Store | None = None
+    model: CLIP, tokens: TokenStore, numbers: I64, chunk: int, store: Stored | None = None
 ) -> Float[Tensor, "C D"]:
     """Text embeddings of some captions, by their numbers in the dataset."""
     device = model.logit_scale.device
     order = np.argsort(np.diff(tokens.starts)[numbers], kind="stable")  # hardly any padding
     out = torch.empty(len(numbers), model.config.embed_dim)
+    if store is not None and store.made_at != model.text.context_length:
+        store = None  # of captions that were cut for a stage
     for start in range(0, len(numbers), chunk):
         places = order[start : start + chunk]
         some = numbers[places]
         if store is not None:
-            features = torch.from_numpy(store[some].astype(np.float32)).to(device)
+            values, counts = store.take(some)
+            features = values.to(device).float()
+            if store.layers is not None:
+                assert counts is not None
+                features = model.text.suffix(features, counts, store.layers)
         else:
             ids, lengths = tokens.batch(some, model.text.context_length)
             features = model.text.features(

@@ -5,7 +5,7 @@ from pennyclip.errors import RequestError
 
 
 def listing(what: str) -> dict[str, str]:
-    """Names of `recipes`, `towers`, `losses` or `optimizers`, each with a line about it."""
+    """Names of `recipes`, `towers`, `losses`, `optimizers` or `presets`, with a line about each."""
     if what == "recipes":
         return {name: _first_comment(name) for name in recipe_names()}
     if what == "towers":
@@ -20,7 +20,11 @@ def listing(what: str) -> dict[str, str]:
         from pennyclip.optim import OPTIMIZERS
 
         return {name: _first_line(make.__doc__) for name, make in OPTIMIZERS.items()}
-    raise RequestError(f"list '{what}': expected recipes, towers, losses or optimizers")
+    if what == "presets":
+        from pennyclip.presets import PRESETS
+
+        return {name: str(preset) for name, preset in PRESETS.items()}
+    raise RequestError(f"list '{what}': expected recipes, towers, losses, optimizers or presets")
 
 
 def _first_comment(recipe: str) -> str:

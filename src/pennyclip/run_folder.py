@@ -3,7 +3,7 @@
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pennyclip.atomic import locked, partials, remove, write_text
@@ -67,6 +67,37 @@ def find_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
             f"{steps}. Go on with: pennyclip train --resume {out}"
         )
     return run
+
+
+@contextmanager
+def cooling(path: Path, config: Config) -> Iterator[Config]:
+    """A run's request with its cooldown set to begin at its last checkpoint.
+
+    The run is that request from then on, unless it is refused inside.
+
+    Raises:
+        RequestError: it has no checkpoint, or its cooldown has been set before.
+    """
+    found = checkpoints(path)
+    if not found:
+        raise RequestError(f"{path} has no checkpoint from which the rate could begin to fall")
+    if config.optim.schedule != "wsd":
+        raise RequestError(
+            f"the schedule of {path} is '{config.optim.schedule}': only 'wsd' has a cooldown that "
+            "can be begun at any time"
+        )
+    if config.optim.cooldown_from is not None:
+        raise RequestError(
+            f"the cooldown of {path} was set to begin at update {config.optim.cooldown_from}. Go "
+            f"on with: pennyclip train --resume {path}"
+        )
+    changed = replace(config, optim=replace(config.optim, cooldown_from=found[-1].step))
+    write_text(path / "config.toml", to_toml(changed))
+    try:
+        yield changed
+    except RequestError:
+        write_text(path / "config.toml", to_toml(config))
+        raise
 
 
 @contextmanager

@@ -2,19 +2,23 @@
 
 import math
 import time
-
-import torch
+from dataclasses import replace
 
 from pennyclip.checkpoint import checkpoints, save
 from pennyclip.config import Config
 from pennyclip.errors import RunError
-from pennyclip.model.clip import CLIP
-from pennyclip.optim.state import read_state
 from pennyclip.run_folder import RunFolder
-from pennyclip.scaling import LossScaler
 from pennyclip.session import Rows
+from pennyclip.state import TrainState
 from pennyclip.telemetry.console import Console
 from pennyclip.telemetry.metrics import Metrics
+
+MARGIN = 10
+"""Batches. What makes a loss rise has happened up to 8 before: Wortsman et al. 2023 (arXiv
+2304.13013)."""
+
+Scores = tuple[float | None, float | None]
+"""Of the weights and of their moving average; None: not evaluated."""
 
 
 class Saver:
@@ -25,54 +29,58 @@ class Saver:
     ) -> None:
         self._config, self._run, self._rows = config.checkpoint, run, rows
         self._metrics, self._console = metrics, console
-        scores = [c.score for c in checkpoints(run.path) if c.score is not None]
-        self._top = max(scores, default=-math.inf)
+        found = checkpoints(run.path)
+        self._top = [
+            max((s for s in scores if s is not None), default=-math.inf)
+            for scores in ([c.score for c in found], [c.ema_score for c in found])
+        ]
         self._saved_at = time.monotonic()
 
-    def is_due(self, step: int, score: float | None, ending: bool) -> bool:
-        """Whether to save after update `step`, whose evaluation, if any, gave `score`."""
-        every = self._config.every_steps
-        return (
-            ending
-            or (score is not None and score > self._top)
-            or (every is not None and step % every == 0)
-            or time.monotonic() - self._saved_at > 60 * self._config.every_minutes
+    def before(self, since: int) -> RunFolder:
+        """The run as of its last checkpoint that is older than batch `since`, which was not well.
+
+        Rather one that is `MARGIN` older, where there is one; without any, the run's start.
+        """
+        found = [c for c in checkpoints(self._run.path) if c.step < since]
+        good = [c for c in found if c.step <= since - MARGIN] or found
+        return replace(self._run, last=good[-1] if good else None)
+
+    def is_due(self, state: TrainState, scores: Scores, ending: bool) -> bool:
+        """Whether to save now, after an evaluation, if any, that gave `scores`.
+
+        While something is wrong it is not: what is saved shall be worth going back to.
+        """
+        step, every = state.step, self._config.every_steps
+        return ending or (
+            not state.watch.suspicious
+            and (
+                any(s is not None and s > top for s, top in zip(scores, self._top, strict=True))
+                or (every is not None and step % every == 0)
+                or time.monotonic() - self._saved_at > 60 * self._config.every_minutes
+            )
         )
 
-    def save(
-        self,
-        step: int,
-        score: float | None,
-        model: CLIP,
-        optimizer: torch.optim.Optimizer,
-        skipped: int,
-        scaler: LossScaler | None,
-        last: bool,
-    ) -> None:
+    def save(self, state: TrainState, scores: Scores, last: bool) -> None:
         """Write a checkpoint. Where it cannot be written, earlier ones stay and the run goes on.
 
         Args:
-            step: batches trained on.
-            skipped: those of them from which no update was made.
+            state: where the run stands, its optimizer's state up to date.
+            scores: of the weights and of their average.
             last: nothing comes after it.
 
         Raises:
             RunError: the last checkpoint of the run could not be written.
         """
-        start = time.monotonic()
-        self._saved_at = start
-        trainer = {
-            "optimizer": read_state(optimizer, model),
-            "skipped": skipped,
-            "scaler": scaler.state() if scaler else None,
-        }
+        begun, step = time.monotonic(), state.step
+        self._saved_at = begun
         try:
             path = save(
                 self._run.path,
                 step,
-                score,
-                model,
-                trainer,
+                scores,
+                state.model,
+                state.ema,
+                state.trainer(),
                 self._rows.text_folder,
                 self._rows.dataset.fingerprint,
                 self._config.keep,
@@ -90,9 +98,10 @@ class Saver:
                 ) from error
             self._console.say(f"{message} The run goes on; make room before the next save.")
             return
-        if score is not None:
-            self._top = max(self._top, score)
-        seconds = time.monotonic() - start
+        for which, score in enumerate(scores):
+            if score is not None:
+                self._top[which] = max(self._top[which], score)
+        seconds = time.monotonic() - begun
         self._metrics.log(
             "checkpoint", step, path=str(path.relative_to(self._run.path)), seconds=seconds
         )

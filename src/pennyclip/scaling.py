@@ -11,6 +11,8 @@ from typing import Any
 from pennyclip.config import Config, LossScaling, Precision
 from pennyclip.errors import RequestError
 
+SCALED = ("fp16", "pure-fp16")
+
 
 class LossScaler:
     """The factor on the loss: it halves at each overflow, and doubles after a long time without.
@@ -78,15 +80,21 @@ class LossScaler:
         self.in_a_row, self._since = state["in_a_row"], state["since"]
 
 
+def is_scaled(config: Config, precision: Precision) -> bool:
+    """Whether the loss of a run in `precision` is scaled: some of it computes in fp16."""
+    return precision in SCALED or any(own.precision == "fp16" for own in config.precision_of)
+
+
 def make_scaler(config: Config, precision: Precision) -> LossScaler | None:
     """The scaler of a run in `precision`; None where the loss is not scaled.
 
     Raises:
         RequestError: `loss_scaling` says what would have no effect, or cannot work.
     """
-    if config.precision not in ("fp16", "auto") and config.loss_scaling != LossScaling():
+    possible = config.precision == "auto" or is_scaled(config, config.precision)
+    if not possible and config.loss_scaling != LossScaling():
         raise RequestError(
             f"loss_scaling would have no effect: precision = {config.precision} has float32's "
             "range. Leave it out, or set precision to fp16."
         )
-    return LossScaler(config.loss_scaling) if precision == "fp16" else None
+    return LossScaler(config.loss_scaling) if is_scaled(config, precision) else None

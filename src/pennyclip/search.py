@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from pennyclip.data.index import Dataset
+from pennyclip.embeddings import image_embeddings
 from pennyclip.encoder import CHUNK, load
 from pennyclip.errors import RequestError
-from pennyclip.features import Progress, image_embeddings, silent
+from pennyclip.features import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def search(
     if not query.strip():
         raise RequestError("the query is empty: say what to look for")
     dataset, encoder = Dataset(data), load(run, checkpoint)
-    store = image_embeddings(encoder.model, dataset, CHUNK, progress)
+    embeddings = image_embeddings(encoder.model, dataset, CHUNK, progress)
     rows = dataset.subset(subset) if subset else np.arange(len(dataset))
     text = encoder.encode_text([query])[0]
-    scores = torch.from_numpy(store[rows].astype(np.float32)) @ text
+    scores = embeddings.take(rows) @ text
     order = scores.topk(min(top, len(rows))).indices.numpy()
     entries = dataset.keys(rows[order])
     return [

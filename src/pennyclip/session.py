@@ -10,21 +10,25 @@ from torch import Tensor
 
 from pennyclip.caching import check_cacheable
 from pennyclip.config import Config, Evaluation, Stage
+from pennyclip.data.captions import sample, token_notes
 from pennyclip.data.index import Dataset
 from pennyclip.data.loader import Loader
-from pennyclip.data.order import I64
+from pennyclip.data.order import I64, Mixture, mixture
+from pennyclip.data.synonyms import Synonyms
+from pennyclip.data.text import Tokenizer
 from pennyclip.data.tokens import TokenStore
 from pennyclip.encoder import make_tokenizer
 from pennyclip.errors import RequestError
-from pennyclip.features import Progress, Stores, image_features, text_features
+from pennyclip.features import Progress, Stores
+from pennyclip.frozen import store_frozen
 from pennyclip.model.clip import CLIP
-from pennyclip.model.freezing import evaluating, freeze
+from pennyclip.model.freezing import freeze
 from pennyclip.model.masking import keep_indices
 from pennyclip.optim import OPTIMIZERS
 from pennyclip.optim.groups import parameter_groups
 from pennyclip.optim.state import State, write_state
 from pennyclip.stages import Plan
-from pennyclip.weights.build import text_folder
+from pennyclip.weights.build import text_folder, text_weights
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,18 @@ class Rows:
     evaluation: I64 | None
     """The rows that choose the best checkpoint; None where the dataset has no such split."""
     tokens: TokenStore
+    tokenizer: Tokenizer
+    synonyms: Synonyms | None
     text_folder: Path | None
+    mixture: Mixture | None
+    """The order of training, where sources have weights."""
     notes: list[str]
     """What people should know about it before the run."""
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch."""
+        return len(self.train) if self.mixture is None else self.mixture.size
 
 
 def open_rows(config: Config) -> Rows:
@@ -74,14 +87,48 @@ def open_rows(config: Config) -> Rows:
             "are never each other's negatives: a poor start for a contrastive loss."
         )
     folder = text_folder(config.model)
+    tokenizer = make_tokenizer(config.model, folder)
+    tokens = TokenStore.open(dataset, tokenizer)
+    length = config.model.text.context_length
+    notes += token_notes(tokens, tokenizer, length, sample(dataset, train))
     return Rows(
         dataset=dataset,
         train=train,
         evaluation=evaluation,
-        tokens=TokenStore.open(dataset, make_tokenizer(config.model, folder)),
+        tokens=tokens,
+        tokenizer=tokenizer,
+        synonyms=Synonyms(config.augment.wordnet) if config.augment.synonyms else None,
         text_folder=folder,
+        mixture=_mixture(config, dataset, train) if config.weights else None,
         notes=notes,
     )
+
+
+def _mixture(config: Config, dataset: Dataset, train: I64) -> Mixture:
+    """How the training rows of each source are mixed.
+
+    Raises:
+        RequestError: the weights are not one a source, or make no sense.
+    """
+    sources = dataset.meta.get("sources", [])
+    if len(config.weights) != len(sources):
+        names = "".join(f"\n  {source['path']} ({source['kind']})" for source in sources)
+        raise RequestError(
+            f"weights has {len(config.weights)} numbers, expected one for each of the "
+            f"{len(sources)} sources of {config.data}:{names}"
+        )
+    if config.shuffle_window is not None:
+        raise RequestError(
+            "weights and shuffle_window can't be combined: several sources are read at a time, so "
+            "nothing stays in one window. Leave one of them out."
+        )
+    if not all(0 <= weight < 1000 for weight in config.weights):
+        raise RequestError(f"weights = {config.weights}: expected numbers from 0 to 1000")
+    ends = np.searchsorted(train, [source["rows"][1] for source in sources])
+    mixed = mixture(config.seed, np.diff(ends, prepend=0), config.weights)
+    if mixed.size == 0:
+        raise RequestError(f"weights = {config.weights} leave nothing to train on.")
+    return mixed
 
 
 def check_stages(model: CLIP, config: Config) -> None:
@@ -93,16 +140,44 @@ def check_stages(model: CLIP, config: Config) -> None:
     """
     if config.optim.name not in OPTIMIZERS:
         raise RequestError(f"optim.name '{config.optim.name}': known are {', '.join(OPTIMIZERS)}")
+    _check_adapters(config)
     for stage in config.stages:
         freeze(model, stage.image_layers, stage.text_layers)
         model.visual.check_image_size(stage.image_size or config.model.image.image_size)
-        if stage.mask_ratio > 0:
+        if stage.text_length is not None and stage.text_length > model.text.context_length:
+            raise RequestError(
+                f"text_length = {stage.text_length} is longer than the text tower's "
+                f"{model.text.context_length} places. Lower it, or raise model.text.context_length."
+            )
+        check_cacheable(model, config)
+        parameter_groups(model.named_parameters(), _trunks(model), config.optim)
+        if _masks(stage):
             model.visual.patches()
             if stage.image_layers == "none":
                 raise RequestError(
                     "mask_ratio is set, and the image trunk is frozen: its features are computed "
                     "once, from whole images. Set mask_ratio to 0, or let image layers learn."
                 )
+
+
+def _check_adapters(config: Config) -> None:
+    """Refuse adapters that could never learn, or that sit in a trunk that can do nothing."""
+    for tower, start, depths in (
+        ("image", config.model.image.weights, {s.image_layers for s in config.stages}),
+        ("text", text_weights(config.model), {s.text_layers for s in config.stages}),
+    ):
+        if getattr(config.lora, tower).rank is None:
+            continue
+        if depths == {"none"}:
+            raise RequestError(
+                f"lora.{tower} would have no effect: the {tower} trunk is frozen in every stage, "
+                f"adapters too. Set {tower}_layers of a stage to all, or leave lora.{tower} out."
+            )
+        if start is None and not config.init:
+            raise RequestError(
+                f"lora.{tower}: the {tower} trunk starts from random weights, and with adapters it "
+                f"stays there. Set model.{tower}.weights, or leave lora.{tower} out."
+            )
 
 
 @dataclass(frozen=True)
@@ -112,18 +187,19 @@ class Setup:
     optimizer: torch.optim.Optimizer
     loader: Loader
     stores: Stores
-    mask_ratio: float
+    stored: list[str]
+    """What people are told of them, a line a tower."""
     patches: int
     """Patches of an image, where some are dropped."""
 
-    def keep(self, step: int, device: torch.device) -> Int64[Tensor, "B K"] | None:
-        """The patches that each image of update `step` keeps; None: all."""
-        if self.mask_ratio == 0:
+    def keep(self, ratio: float, step: int, device: torch.device) -> Int64[Tensor, "B K"] | None:
+        """The patches that each image of update `step` keeps if it drops a share; None: all."""
+        if ratio == 0:
             return None
         return keep_indices(
             self.loader.batch_size,
             self.patches,
-            self.mask_ratio,
+            ratio,
             seed=self.loader.seed,
             step=step,
             device=device,
@@ -131,65 +207,94 @@ class Setup:
 
 
 def enter_stage(
-    model: CLIP, config: Config, stage: Stage, rows: Rows, state: State, progress: Progress
+    model: CLIP, config: Config, number: int, rows: Rows, state: State, progress: Progress
 ) -> Setup:
-    """Freeze what this stage freezes, regroup what learns, and set up its batches.
+    """Freeze what a stage freezes, regroup what learns, and set up its batches.
 
-    A wholly frozen trunk is run once over the dataset; its stored features replace its input.
+    Frozen first layers are run once over the dataset, where that is correct: see `frozen.py`.
 
     Args:
+        number: of the stage.
         state: optimizer state by parameter name; parameters that go on learning keep theirs.
     """
+    stage = config.stages[number]
+    learned = _learned_before(model, config, number)
     model.visual.set_image_size(stage.image_size or config.model.image.image_size)
     freeze(model, stage.image_layers, stage.text_layers)
-    check_cacheable(model, config)
-    patches = model.visual.patches() if stage.mask_ratio > 0 else 0
-    trunks = {
-        "image": [[f"visual.{n}" for n in names] for names in model.visual.layers()],
-        "text": [[f"text.{n}" for n in names] for names in model.text.layers()],
-    }
-    groups = parameter_groups(model.named_parameters(), trunks, config.optim)
+    patches = model.visual.patches() if _masks(stage) else 0
+    named = dict(model.named_parameters())
+    new = named.keys() - learned if number else ()
+    groups = parameter_groups(named.items(), _trunks(model), config.optim, new, stage.new_lr_factor)
     optimizer = OPTIMIZERS[config.optim.name](groups, config.optim)
     write_state(optimizer, model, state)
 
-    image_size, length = model.visual.image_size, model.text.context_length
-    chunk = config.evaluate.chunk
-    image_store = text_store = None
-    with evaluating(model):
-        if stage.image_layers == "none":
-            image_store = image_features(model, rows.dataset, image_size, chunk, progress)
-        if stage.text_layers == "none":
-            text_store = text_features(model, rows.dataset, rows.tokens, length, chunk, progress)
+    length = model.text.context_length
+    samples = (stage.epochs or 0) * rows.epoch if stage.samples is None else stage.samples
+    stores, stored = store_frozen(
+        model, config, stage, rows.dataset, rows.tokens, samples, progress
+    )
     loader = Loader(
         dataset=rows.dataset,
         rows=rows.train,
         tokens=rows.tokens,
+        tokenizer=rows.tokenizer,
         batch_size=config.batch_size,
         seed=config.seed,
-        image_size=image_size,
+        image_size=model.visual.image_size,
         text_length=min(stage.text_length or length, length),
-        crop_scale=config.augment.crop_scale if image_store is None else (1.0, 1.0),
+        augment=config.augment,
+        synonyms=rows.synonyms,
         workers=config.workers,
-        image_features=image_store,
-        text_features=text_store,
+        shuffle_window=config.shuffle_window,
+        mixture=rows.mixture,
+        pin_memory=model.logit_scale.is_cuda,
+        image_store=stores.image,
+        text_store=stores.text,
     )
-    return Setup(optimizer, loader, Stores(image_store, text_store), stage.mask_ratio, patches)
+    return Setup(optimizer, loader, stores, stored, patches)
+
+
+def _masks(stage: Stage) -> bool:
+    """Whether a stage ever drops patches."""
+    return stage.mask_ratio not in (0.0, (0.0, 0.0))
+
+
+def _learned_before(model: CLIP, config: Config, number: int) -> set[str]:
+    """Names of the parameters that learned in a stage before."""
+    learned = set()
+    for stage in config.stages[:number]:
+        freeze(model, stage.image_layers, stage.text_layers)
+        learned |= {name for name, p in model.named_parameters() if p.requires_grad}
+    return learned
+
+
+def _trunks(model: CLIP) -> dict[str, list[list[str]]]:
+    """Parameter names of each trunk by layer, the input first."""
+    return {
+        "image": [[f"visual.{n}" for n in names] for names in model.visual.layers()],
+        "text": [[f"text.{n}" for n in names] for names in model.text.layers()],
+    }
 
 
 def table(setup: Setup, plan: Plan, number: int) -> str:
     """What a stage does, and what learns in it with which rates: shown before its first update."""
     stage, loader = plan.stages[number], setup.loader
+    mask = stage.mask_ratio if isinstance(stage.mask_ratio, tuple) else (stage.mask_ratio,)
     lines = [
         f"stage {number + 1} of {len(plan.stages)}, to update {plan.ends[number]} of {plan.steps} "
-        f"(warm-up {plan.warmup}): images {loader.image_size} px, mask {stage.mask_ratio:g}, text "
+        f"(warm-up {plan.warmup}): images {loader.image_size} px, mask "
+        f"{' to '.join(f'{m:g}' for m in mask)}, text "
         f"up to {loader.text_length} tokens"
     ]
-    if loader.image_features is not None:
-        lines.append("  the image trunk is frozen: its features are stored, from uncropped images")
+    lines += setup.stored
+    betas = setup.optimizer.defaults["betas"]
     for group in setup.optimizer.param_groups:
         count = sum(p.numel() for p in group["params"])
         lines.append(
             f"  {group['name']:<20} {count:>12,} parameters  peak rate "
-            f"{group['base_lr'] * stage.lr_factor:.2e}  weight decay {group['weight_decay']:g}"
+            f"{group['base_lr'] * stage.lr_factor * plan.lr_scale:.2e}  "
+            f"weight decay {group['weight_decay']:g}"
+            + f"  betas {group['betas']}" * (group["betas"] != betas)
+            + f"  warm-up {group['warmup']}" * (group["warmup"] is not None)
         )
     return "\n".join(lines)

@@ -1,6 +1,8 @@
 """One optimizer update."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,31 +10,43 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from pennyclip.caching import GradientCache
+from pennyclip import not_finite
+from pennyclip.caching import GradientCache, learning_batch_norms, rows_of
 from pennyclip.config import Precision
 from pennyclip.data.loader import Batch
-from pennyclip.errors import RequestError, RunError
+from pennyclip.errors import RequestError
 from pennyclip.loss import Features, Loss
+from pennyclip.memory import OutOfMemory, ran_out
 from pennyclip.model.clip import CLIP
-from pennyclip.precision import autocast, float32_products
+from pennyclip.narrow import narrowed, round_weights
+from pennyclip.precision import autocast, float32_products, own_precisions
 from pennyclip.scaling import LossScaler
 
 
-def embed(
+def embed_image(
     model: CLIP, batch: Batch, keep: Int64[Tensor, "B K"] | None = None
-) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
-    """Image and text embeddings of a batch, from its inputs or from stored trunk features."""
-    image, text = batch.image_features, batch.text_features
-    if image is None:
+) -> Float[Tensor, "B D"]:
+    """Image embeddings of a batch, from its pictures or from what frozen layers made of them."""
+    features, states = batch.image_features, batch.image_states
+    if states is not None:
+        features = model.visual.suffix(states.values.float(), states.layers)
+    elif features is None:
         assert batch.images is not None
-        image = model.visual.features(batch.images, keep)
-    if text is None:
+        features = model.visual.features(batch.images, keep)
+    return model.visual.project(F.dropout(features, model.config.head_dropout, model.training))
+
+
+def embed_text(model: CLIP, batch: Batch) -> Float[Tensor, "B D"]:
+    """Text embeddings of a batch, from its tokens or from what frozen layers made of them."""
+    features, states = batch.text_features, batch.text_states
+    if states is not None:
+        assert batch.lengths is not None
+        features = model.text.suffix(states.values.float(), batch.lengths, states.layers)
+    elif features is None:
         assert batch.tokens is not None
         assert batch.lengths is not None
-        text = model.text.features(batch.tokens, batch.lengths)
-    dropout = model.config.head_dropout
-    image, text = (F.dropout(x, dropout, model.training) for x in (image, text))
-    return model.visual.project(image), model.text.project(text)
+        features = model.text.features(batch.tokens, batch.lengths)
+    return model.text.project(F.dropout(features, model.config.head_dropout, model.training))
 
 
 def update(
@@ -42,9 +56,9 @@ def update(
     batch: Batch,
     *,
     keep: Int64[Tensor, "B K"] | None = None,
-    lr_factor: float,
     clip_norm: float,
     precision: Precision,
+    stochastic_rounding: bool = False,
     scaler: LossScaler | None = None,
     micro_batch: int | None = None,
     seed: int = 0,
@@ -54,31 +68,48 @@ def update(
     Args:
         model: changed in place.
         loss: what is lowered.
-        optimizer: its groups carry `base_lr`, the peak rate of each.
+        optimizer: its groups carry the rates of this update.
         batch: on the model's device.
         keep: patches that each image keeps; None: all of them.
-        lr_factor: share of the peak rates that is used now.
         clip_norm: largest norm of the true (unscaled) gradient over all parameters.
         precision: of the towers, not `auto`; the loss is computed in float32.
+        stochastic_rounding: in pure-bf16, keep no float32 masters of the weights.
         scaler: scales the loss, and learns from the outcome; None: the loss is not scaled.
-        micro_batch: pairs whose graph is kept at a time; None: the batch's.
+        micro_batch: pairs whose graph is kept at a time; None: the batch's. Halved where memory
+            runs out, which changes nothing but what dropout draws.
         seed: of all that is drawn inside the towers.
 
     Returns:
-        Metrics of this update; tensors are not yet synchronised. `skipped` is None, or says why
-        no update was made: under a scaler, a loss or gradient that is not finite costs the batch.
-        Then model and optimizer are unchanged.
+        Metrics of this update, numbers. `skipped` is None; or no update was made, because the loss
+        or the gradient is not finite, model and optimizer are unchanged, and it says which `tensor`
+        was the first, and in which `rows` (see `not_finite.find`). `micro_batch` is the one that
+        did it; `shortage` is None, or says why that is a smaller one.
 
     Raises:
         RequestError: a parameter that should learn has no gradient. The model is unchanged.
-        RunError: the loss or the gradient is not finite, without a scaler or as often in a row as
-            its patience allows. The model is unchanged.
+        RunError: memory runs out and no micro-batch helps. The model is unchanged, unless it ran
+            out in the optimizer's own step.
     """
     used_scale = scaler.scale if scaler else 1.0
-    optimizer.zero_grad(set_to_none=True)
-    with float32_products(tf32=precision == "tf32"):
-        record, seen = _gradients(
-            model, loss, batch, keep, precision, used_scale, micro_batch or len(batch.rows), seed
+    size = asked = micro_batch or len(batch.rows)
+    while True:
+        optimizer.zero_grad(set_to_none=True)
+        try:
+            with _computing(model, batch, precision, size, not stochastic_rounding):
+                record, seen = _gradients(
+                    model, loss, batch, keep, precision, used_scale, size, seed
+                )
+            break
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+        # Not before the error is gone is there room again: it holds all that was computed.
+        size = _smaller(model, size, batch)
+    record |= {"micro_batch": size, "shortage": None}
+    if size < asked:
+        record["shortage"] = (
+            f"memory ran out with {asked} pairs in the towers at a time: from here on {size}. "
+            "Updates stay those of the whole batch; only what dropout draws is another."
         )
     learning = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in learning if p.grad is not None]
@@ -87,19 +118,34 @@ def update(
     if scaler:
         torch._foreach_mul_(gradients, 1 / used_scale)
     norm = torch.nn.utils.get_total_norm(gradients)
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * lr_factor
+    tensors = {k: v for k, v in record.items() if torch.is_tensor(v)} | {"grad_norm": norm}
+    # The one wait for the device in an update.
+    record |= zip(tensors, torch.stack([t.float() for t in tensors.values()]).tolist(), strict=True)
     record |= {
-        "grad_norm": norm,
         "lr": {group["name"]: group["lr"] for group in optimizer.param_groups},
         "skipped": None,
     }
-    if not (torch.isfinite(record["loss"]) and torch.isfinite(norm)):
-        record["skipped"] = _overflow(_first_not_finite(model, seen), batch, scaler)
+    if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+
+        def again(at: slice) -> None:
+            part = rows_of(batch, at)
+            with (
+                _computing(model, part, precision, len(part.rows), not stochastic_rounding),
+                autocast(precision, part.rows.device),
+            ):
+                embed_image(model, part, None if keep is None else keep[at])
+                embed_text(model, part)
+
+        record["skipped"] = not_finite.find(model, seen, batch, again)
         optimizer.zero_grad(set_to_none=True)
+        if scaler:
+            scaler.overflowed()
+            record["skipped"]["loss_scale_after"] = scaler.scale
     else:
         torch.nn.utils.clip_grads_with_norm_(learning, clip_norm, norm)
-        optimizer.step()
+        _step(optimizer)
+        if stochastic_rounding:
+            round_weights(model, precision, seed)
         with torch.no_grad():
             model.logit_scale.clamp_(max=math.log(loss.max_scale))
         if scaler:
@@ -107,6 +153,31 @@ def update(
     if scaler:
         record |= {"loss_scale": used_scale, "overflows": scaler.overflows}
     return record
+
+
+@contextmanager
+def _computing(
+    model: CLIP, batch: Batch, precision: Precision, micro_batch: int, masters: bool
+) -> Iterator[None]:
+    """All that a precision means, apart from autocast."""
+    with (
+        float32_products(tf32=precision == "tf32"),
+        own_precisions(),
+        narrowed(
+            model,
+            precision,
+            masters=masters,
+            accumulate=micro_batch < len(batch.rows),
+            stored=_stored(model, batch),
+        ),
+    ):
+        yield
+
+
+def _stored(model: CLIP, batch: Batch) -> list[nn.Module]:
+    """The towers whose trunk is frozen and has run before."""
+    towers = (model.visual, batch.image_features), (model.text, batch.text_features)
+    return [tower for tower, features in towers if features is not None]
 
 
 def _gradients(
@@ -125,20 +196,23 @@ def _gradients(
         Metrics; and, in the order in which they were computed, what may turn out not finite.
     """
 
-    def towers(
-        part: Batch, kept: Int64[Tensor, "B K"] | None
-    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B D"]]:
-        # A context each time: inside one, autocast would keep weights cast without a graph.
+    # A context each time: inside one, autocast would keep weights cast without a graph.
+    def image_tower(part: Batch, kept: Int64[Tensor, "B K"] | None) -> Float[Tensor, "B D"]:
         with autocast(precision, part.rows.device):
-            return embed(model, part, kept)
+            return embed_image(model, part, kept)
+
+    def text_tower(part: Batch, _: Int64[Tensor, "B K"] | None) -> Float[Tensor, "B D"]:
+        with autocast(precision, part.rows.device):
+            return embed_text(model, part)
 
     cache = None
     if micro_batch < len(batch.rows):
+        towers = image_tower, text_tower
         cache = GradientCache(towers, batch, keep, micro_batch=micro_batch, seed=seed)
         raw_image, raw_text = cache.embeddings
     else:
         torch.manual_seed(seed)
-        raw_image, raw_text = towers(batch, keep)
+        raw_image, raw_text = image_tower(batch, keep), text_tower(batch, None)
     image, text = F.normalize(raw_image.float(), dim=-1), F.normalize(raw_text.float(), dim=-1)
     features = Features(
         image=image,
@@ -149,7 +223,6 @@ def _gradients(
         scale=model.logit_scale.exp(),
         bias=model.logit_bias,
         groups=batch.groups,
-        rows=batch.rows,
     )
     with float32_products(tf32=False):
         value, metrics = loss.compute(features)
@@ -159,10 +232,57 @@ def _gradients(
     record = {
         "loss": value.detach(),
         "logit_scale": features.scale.detach().log(),
+        "image_cosine": _mean_cosine(image.detach()),
+        "text_cosine": _mean_cosine(text.detach()),
         **metrics,
     }
     seen = {"the image embedding": raw_image, "the text embedding": raw_text, "the loss": value}
     return record, seen
+
+
+def _mean_cosine(embeddings: Float[Tensor, "B D"]) -> Float[Tensor, ""]:
+    """Between different rows: 1 where all embeddings are one."""
+    count = len(embeddings)
+    return (embeddings.sum(0).square().sum() - count) / (count * (count - 1))
+
+
+def _smaller(model: CLIP, size: int, batch: Batch) -> int:
+    """Half a micro-batch that did not fit.
+
+    Raises:
+        OutOfMemory: there is no half, or with it the model would learn something else.
+    """
+    what = f"memory ran out with {size} of the {len(batch.rows)} pairs of a batch in the towers"
+    norms = learning_batch_norms(model)
+    if norms:
+        raise OutOfMemory(
+            f"{what}, and fewer at a time would change what {len(norms)} BatchNorm layers "
+            f"({norms[0]}, ...) learn. The model was not changed. Lower batch_size or image_size, "
+            "start from weights (their stored statistics are then used), or take a tower without "
+            "BatchNorm."
+        )
+    if size == 1:
+        raise OutOfMemory(
+            f"{what}: not even one pair fits. The model was not changed. Lower batch_size, "
+            "image_size or the number of layers that learn, or take smaller towers."
+        )
+    if batch.rows.is_cuda:
+        torch.cuda.empty_cache()
+    return size // 2
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step, in which no smaller micro-batch can help."""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemory(
+            "memory ran out in the optimizer's step, which may have moved some weights and not "
+            f"others: go on from the last checkpoint. Its state does not fit beside weights and "
+            f"gradients ({error}). Let fewer layers learn, or take smaller towers."
+        ) from error
 
 
 def _without_gradient(model: nn.Module, learning: list[nn.Parameter]) -> str:
@@ -177,34 +297,3 @@ def _without_gradient(model: nn.Module, learning: list[nn.Parameter]) -> str:
         "The model was not changed. Freeze these layers in the recipe (image_layers, text_layers), "
         "or find where their graph is cut (detach, no_grad, requires_grad)."
     )
-
-
-def _overflow(found: str, batch: Batch, scaler: LossScaler | None) -> str:
-    """Tell the scaler of an overflow; returns what to say of a skipped update.
-
-    Raises:
-        RunError: no update can be hoped for.
-    """
-    what = f"{found} is not finite in the batch with rows {batch.rows[:4].tolist()}..."
-    if scaler is None:
-        raise RunError(
-            f"{what}; this update was not made. Lower the learning rate or look at these rows."
-        )
-    before = scaler.scale
-    scaler.overflowed()
-    if scaler.exhausted:
-        raise RunError(
-            f"{what}, in the last of {scaler.in_a_row} batches in a row that overflowed; the loss "
-            f"scale is down to {scaler.scale:,.0f}. No update was made from them. Set precision "
-            "to bf16 or fp32, lower the learning rate, or look at these rows."
-        )
-    return f"{what}; loss scale {before:,.0f} -> {scaler.scale:,.0f}"
-
-
-def _first_not_finite(model: CLIP, seen: dict[str, Tensor]) -> str:
-    """Name of the first thing that is not finite: a weight, what was computed or a gradient."""
-    named = list(model.named_parameters())
-    suspects = {f"the weight {name}": parameter for name, parameter in named} | seen
-    suspects |= {f"the gradient of {n}": p.grad for n, p in named if p.grad is not None}
-    found = (name for name, tensor in suspects.items() if not torch.isfinite(tensor).all())
-    return next(found, "the norm of the gradient")

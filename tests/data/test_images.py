@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simplejpeg
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 from pennyclip.data import images
 from pennyclip.data.images import ImageError, decode
@@ -255,3 +255,99 @@ def test_phash_is_near_for_a_resave_and_far_for_another_picture(shared: Path) ->
         assert (images.phash(resaved) ^ own).bit_count() <= 8
     distances = [(a ^ b).bit_count() for i, a in enumerate(hashes) for b in hashes[:i]]
     assert min(distances) > 8
+
+
+# --- colours
+
+
+def s15(values: tuple[float, ...]) -> bytes:
+    return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
+
+
+def icc_profile(space: bytes, connection: bytes, tags: dict[bytes, bytes]) -> bytes:
+    """An ICC profile, version 2.1 (ICC.1:2001-04): header, table of tags, tags."""
+    white = (0.9642, 1.0, 0.8249)  # D50
+    tags = {b"desc": b"desc\0\0\0\0\0\0\0\5test\0" + bytes(78), **tags}
+    tags[b"wtpt"] = b"XYZ \0\0\0\0" + s15(white)
+    table, body, start = b"", b"", 132 + 12 * len(tags)
+    for name, data in tags.items():
+        table += name + struct.pack(">II", start + len(body), len(data))
+        body += data + bytes(-len(data) % 4)
+    header = struct.pack(">I", start + len(body)) + bytes(4) + b"\x02\x10\0\0"
+    header += (b"prtr" if space == b"CMYK" else b"mntr") + space + connection + bytes(12) + b"acsp"
+    header += bytes(28) + s15(white)
+    return header.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
+
+
+def display_p3(gamma: float = 2.2) -> bytes:
+    """Display P3's primaries, adapted to D50, with a plain gamma."""
+    primaries = {
+        b"r": (0.5151, 0.2412, -0.0011),
+        b"g": (0.2920, 0.6922, 0.0419),
+        b"b": (0.1571, 0.0666, 0.7841),
+    }
+    tags = {}
+    for name, values in primaries.items():
+        tags[name + b"XYZ"] = b"XYZ \0\0\0\0" + s15(values)
+        tags[name + b"TRC"] = b"curv\0\0\0\0\0\0\0\1" + struct.pack(">H", round(gamma * 256))
+    return icc_profile(b"RGB ", b"XYZ ", tags)
+
+
+def printer() -> bytes:
+    """A CMYK profile: paper is white, whatever has black in it is black, all else middle gray."""
+    ramp = bytes(range(256))
+    light = [255 if corner == 0 else 0 if corner % 2 else 128 for corner in range(16)]
+    lab = b"".join(bytes([value, 128, 128]) for value in light)  # black is the last of the inks
+    head = b"mft1\0\0\0\0" + bytes([4, 3, 2, 0]) + s15((1, 0, 0, 0, 1, 0, 0, 0, 1))
+    return icc_profile(b"CMYK", b"Lab ", {b"A2B0": head + ramp * 4 + lab + ramp * 3})
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+def test_wide_colours_become_srgb(kind: str) -> None:
+    """Display P3's (200, 100, 50) lies outside of nothing, and is (216, 93, 24) in sRGB, as
+    littlecms has it (Pillow's ImageCms, by hand)."""
+    options = {"quality": 100} if kind == "JPEG" else {"lossless": True} if kind == "WEBP" else {}
+    flat = Image.new("RGB", (16, 16), (200, 100, 50))
+    decoded = decode(save(flat, kind, icc_profile=display_p3(), **options))
+    assert decoded.reencode
+    assert decoded.profile is not None
+    converted = images.to_srgb(decoded.pixels, decoded.profile)
+    assert np.abs(converted[8, 8].astype(int) - (216, 93, 24)).max() <= 2
+    whole = images.from_pil(Image.open(io.BytesIO(save(flat, kind, icc_profile=display_p3()))))
+    assert np.abs(whole[8, 8].astype(int) - (216, 93, 24)).max() <= 6
+
+
+def test_srgb_and_broken_profiles_change_nothing() -> None:
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for profile in (srgb, b"not a profile", display_p3()[:200], printer()):
+        decoded = decode(save(Image.fromarray(photo()), "JPEG", icc_profile=profile))
+        assert decoded.profile is None
+        assert not decoded.reencode
+        assert images.to_srgb(decoded.pixels, decoded.profile) is decoded.pixels
+
+
+def test_cmyk_goes_through_its_own_profile() -> None:
+    cyan = Image.new("CMYK", (16, 16), (255, 0, 0, 0))
+    plain = decode(save(cyan, "TIFF")).pixels[8, 8]
+    assert np.abs(plain.astype(int) - (0, 255, 255)).max() <= 2
+    for kind in ("TIFF", "JPEG"):
+        gray = decode(save(cyan, kind, icc_profile=printer())).pixels[8, 8]
+        assert np.abs(gray.astype(int) - 119).max() <= 6  # L* = 50
+        bare = decode(save(Image.new("CMYK", (16, 16)), kind, icc_profile=printer())).pixels[8, 8]
+        assert (bare >= 250).all()
+
+
+def test_lab_is_converted() -> None:
+    srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+    to_lab = ImageCms.buildTransform(srgb, lab, "RGB", "LAB")
+    red = ImageCms.applyTransform(Image.new("RGB", (16, 16), (200, 30, 40)), to_lab)
+    assert red is not None
+    pixels = decode(save(red, "TIFF")).pixels
+    assert np.abs(pixels[8, 8].astype(int) - (200, 30, 40)).max() <= 4
+
+
+def test_more_pixels_are_let_in_where_asked_for() -> None:
+    data = save(Image.fromarray(photo()), "PNG")
+    assert decode(data, max_pixels=90 * 120).pixels.shape == (90, 120, 3)
+    with pytest.raises(ImageError, match="more than 10,799 pixels"):
+        decode(data, max_pixels=90 * 120 - 1)

@@ -6,7 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pennyclip.data.augment import choose_captions, crop_pixels, random_crops
-from pennyclip.data.order import mix, stream
+from pennyclip.data.order import Order, mix, mixture
+
+
+def stream(start: int, count: int, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    return Order(seed, np.array([size])).at(start, count)
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**31), epoch=st.integers(0, 10))
@@ -60,3 +64,35 @@ def test_crops_lie_inside_and_keep_the_area_asked_for(height: int, width: int) -
         assert 0 <= top < bottom <= height
         assert 0 <= left < right <= width
         assert (bottom - top) * (right - left) <= 0.8 * height * width + height + width
+
+
+def test_a_mixture_shows_each_source_as_often_as_its_weight_says() -> None:
+    """Weights 2, 1, 0.3 and 0 over 10, 7, 20 and 5 rows: an epoch has 20 + 7 + 6 samples."""
+    mixed = mixture(3, np.array([10, 7, 20, 5]), (2.0, 1.0, 0.3, 0.0))
+    assert mixed.size == 33
+    indices, rounds = mixed.at(0, 33 * 10)
+    for epoch in range(10):
+        seen = indices[epoch * 33 : (epoch + 1) * 33]
+        counts = np.bincount(seen, minlength=42)
+        assert (counts[:10] == 2).all()
+        assert (counts[10:17] == 1).all()
+        assert counts[17:37].sum() == 6
+        assert (counts[37:] == 0).all()
+    assert (np.bincount(indices, minlength=42)[17:37] == 3).all()  # 60 samples of 20 rows
+    first = indices < 10
+    assert sorted(zip(indices[first], rounds[first], strict=True)) == [
+        (row, time) for row in range(10) for time in range(20)
+    ]
+    starts = [indices[epoch * 33 : epoch * 33 + 33].tolist() for epoch in range(3)]
+    assert starts[0] != starts[1] != starts[2]
+    assert np.abs(np.diff(np.flatnonzero(indices[:33] < 10))).max() < 20  # not one after the other
+
+
+def test_a_mixture_is_a_pure_function_of_the_position() -> None:
+    mixed = mixture(0, np.array([5, 3, 0]), (1.5, 1.0, 4.0))
+    whole = mixed.at(0, 100)
+    parts = [mixed.at(start, 7) for start in range(0, 98, 7)]
+    for column in range(2):
+        assert np.concatenate([part[column] for part in parts]).tolist() == list(whole[column][:98])
+    assert mixture(1, np.array([5, 3, 0]), (1.5, 1.0, 4.0)).at(0, 100)[0].tolist() != list(whole[0])
+    assert mixture(0, np.array([5, 3]), (0.01, 1.0)).takes.tolist() == [1, 3]

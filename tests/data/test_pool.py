@@ -2,6 +2,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,18 @@ def die_at_three(task: int, report: Callable[[int], None]) -> int:
     return task
 
 
+def die_once_at_three(task: tuple[int, Path], report: Callable[[int], None]) -> int:
+    number, folder = task
+    first = not list(folder.glob("3-*"))
+    (folder / f"{number}-{os.getpid()}").touch()
+    report(1)
+    if number == 3 and first:
+        time.sleep(0.05)  # until the report has been read
+        os.kill(os.getpid(), signal.SIGKILL)
+    report(1)
+    return number
+
+
 @pytest.mark.parametrize("workers", [1, 2, 9])
 def test_every_task_is_done_once(workers: int) -> None:
     events = list(run_tasks(square, [3, 1, 4, 1, 5], workers))
@@ -41,6 +54,22 @@ def test_an_exception_names_the_task() -> None:
         list(run_tasks(fail_at_three, range(5), 2))
 
 
-def test_a_killed_process_names_its_task_and_does_not_hang() -> None:
-    with pytest.raises(RunError, match="3: the process working on it was killed by SIGKILL"):
+def test_what_kills_every_process_names_its_task_and_does_not_hang() -> None:
+    with pytest.raises(RunError, match=r"3: 3 processes were lost on it.* killed by SIGKILL"):
         list(run_tasks(die_at_three, range(50), 2))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_killed_process_costs_its_task_and_no_other(workers: int, tmp_path: Path) -> None:
+    """Its task is begun anew, by one more process; what it had reported is taken back."""
+    tasks = [(number, tmp_path) for number in range(8)]
+    events = list(run_tasks(die_once_at_three, tasks, workers))
+    assert {number: value for kind, number, value in events if kind == "done"} == {
+        number: number for number in range(8)
+    }
+    assert [e for e in events if e[0] == "killed"] == [("killed", 3, "was killed by SIGKILL")]
+    assert sum(value for kind, _, value in events if kind == "progress") == 8 * 2
+    calls = sorted(file.name.split("-")[0] for file in tmp_path.iterdir())
+    assert calls == ["0", "1", "2", "3", "3", "4", "5", "6", "7"]
+    processes = {file.name.split("-")[1] for file in tmp_path.iterdir()}
+    assert len(processes) <= workers + 1

@@ -85,7 +85,7 @@ def checkpoint(run: Path, config: Model, step: int = 3) -> Path:
         for name, value in model.named_parameters():
             if not name.startswith("logit"):
                 value.add_(0.1 * torch.randn(value.shape, generator=generator))
-    return save(run, step, None, model, {}, text_folder(config), dataset="", keep=1)
+    return save(run, step, (None, None), model, None, {}, text_folder(config), dataset="", keep=1)
 
 
 def images(size: int = 64, count: int = 3) -> Tensor:

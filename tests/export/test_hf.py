@@ -1,10 +1,12 @@
 """transformers loads the export offline, processor and tokenizer too, and sees the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import (
     CONTEXT,
     EMBED,
@@ -32,6 +34,9 @@ from pennyclip.errors import RequestError
 from pennyclip.export import export, hf
 from pennyclip.export.hf import write
 from pennyclip.export.tokenizer import write_clip_tokenizer
+from pennyclip.weights.build import build
+from pennyclip.weights.read import read_weights
+from pennyclip.weights.statements import read_statements
 
 CLIP_IMAGE = ImageTower(name="vit_femto_patch16_clip_64", image_size=64)
 
@@ -77,22 +82,51 @@ def test_clip_model(tmp_path: Path, activation: str) -> None:
 
 def test_plain_vit_and_clip_text_make_a_dual_encoder(tmp_path: Path) -> None:
     image = ImageTower(name="vit_femto_patch16_64", image_size=64)
-    path = checkpoint(tmp_path / "run", Model(image=image, text=clip_text(), embed_dim=EMBED))
+    config = Model(image=image, text=clip_text(), embed_dim=EMBED)
+    path = checkpoint(tmp_path / "run", config)
     done = export(path, "hf", tmp_path / "out")
     assert done.layout == "transformers VisionTextDualEncoderModel"
     kinds = (VisionTextDualEncoderModel, VisionTextDualEncoderProcessor)
     assert_same_in_transformers(*kinds, done.path, path)
+    _, ours, words = embeddings(path)
+    assert_loads_back(done.path, config, ours, words)
 
 
 @pytest.mark.parametrize("name", [CLIP_IMAGE.name, "vit_femto_patch16_64"])
 def test_bert_makes_a_dual_encoder(tmp_path: Path, name: str) -> None:
     text = bert(tmp_path / "bert", pool="cls")
     image = ImageTower(name=name, image_size=64)
-    path = checkpoint(tmp_path / "run", Model(image=image, text=text, embed_dim=EMBED))
+    config = Model(image=image, text=text, embed_dim=EMBED)
+    path = checkpoint(tmp_path / "run", config)
     done = export(path, "hf", tmp_path / "out")
     assert "tanh" in done.notes[0]
     kinds = (VisionTextDualEncoderModel, VisionTextDualEncoderProcessor)
     assert_same_in_transformers(*kinds, done.path, path)
+    _, ours, words = embeddings(path)
+    assert_loads_back(done.path, config, ours, words)
+
+
+def test_a_dual_encoder_says_how_it_is_used(tmp_path: Path) -> None:
+    image = ImageTower(name="vit_femto_patch16_64", image_size=64, activation="quick_gelu")
+    text = bert(tmp_path / "bert", pool="cls")
+    path = checkpoint(tmp_path / "run", Model(image=image, text=text, embed_dim=EMBED))
+    folder = export(path, "hf", tmp_path / "out").path
+    said = read_statements(read_weights(folder))
+    assert (said.image_activation, said.image_pool, said.text_pool) == (
+        "quick_gelu",
+        "token",
+        "cls",
+    )
+    assert said.mean == pytest.approx((0.4, 0.5, 0.6))
+    assert said.trained.startswith("CLIP")
+    # A pooler that does more than pass on is no part of any tower here.
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    state["text_model.pooler.dense.weight"][0, 1] = 0.5
+    save_file(state, file)
+    start = replace(text, weights=str(folder))
+    with pytest.raises(RequestError, match=r"text_model\.pooler\.dense\.weight: the tower has no"):
+        build(Model(image=image, text=start, embed_dim=EMBED), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +137,7 @@ def test_bert_makes_a_dual_encoder(tmp_path: Path, name: str) -> None:
         ({"head": "mlp"}, {}, "head is 'mlp'"),
         ({"head_bias": True}, {}, "linear one with bias"),
         ({}, {"family": "siglip"}, "SigLIP's text tower"),
+        ({}, {"tokenizer": "bert"}, "a text tower with own tokens"),
         ({}, {"pool": "mean"}, "pools by 'mean'"),
         ({}, {"pool": "cls", "head": "mlp"}, "text head is 'mlp'"),
     ],
@@ -112,6 +147,8 @@ def test_other_towers_are_refused_with_the_reason(
 ) -> None:
     tower = ImageTower(**{"name": CLIP_IMAGE.name, "image_size": 64} | image)  # type: ignore[arg-type]
     is_bert = "pool" in text
+    if "tokenizer" in text:
+        text = {"tokenizer": bert(tmp_path / "words").name, "vocab_size": 11}
     other = bert(tmp_path / "bert", **text) if is_bert else clip_text(layers=1, **text)
     path = checkpoint(tmp_path / "run", Model(image=tower, text=other, embed_dim=EMBED))
     with pytest.raises(RequestError, match=f"no model like this one.*{reason}"):

@@ -28,6 +28,7 @@ from pennyclip.export import export, onnx
 CASES = {
     "clip": ("vit_femto_patch16_clip_64", "clip"),
     "siglip text": ("vit_femto_patch16_64", "siglip"),
+    "siglip text, own tokens": ("vit_femto_patch16_64", "siglip"),
     "convolutional, bert": ("test_efficientnet", "bert"),
 }
 
@@ -35,7 +36,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_onnxruntime_gives_the_same(tmp_path: Path, case: str) -> None:
     name, kind = CASES[case]
-    text = bert(tmp_path / "bert") if kind == "bert" else clip_text(family=kind)
+    text = bert(tmp_path / "bert")
+    if kind != "bert":
+        own = {"tokenizer": text.name, "vocab_size": 11} if "own tokens" in case else {}
+        text = clip_text(family=kind, **own)
     image = ImageTower(name=name, image_size=64)
     config = Model(image=image, text=text, embed_dim=EMBED)  # type: ignore[arg-type]
     path = checkpoint(tmp_path / "run", config)

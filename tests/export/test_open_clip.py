@@ -107,6 +107,33 @@ def test_transformers_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert_same_in_open_clip(".", path)
 
 
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_own_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    folder = bert(tmp_path / "words").name
+    pad = {"pad_id": 0} if family == "siglip" else {}
+    text = clip_text(family=family, tokenizer=folder, vocab_size=11, **pad)
+    image = ImageTower(name="vit_femto_patch16_clip_64", image_size=64)
+    config = Model(image=image, text=text, embed_dim=EMBED)
+    path = checkpoint(tmp_path / "run", config)
+    done = export(path, "open_clip", tmp_path / "out")
+    assert done.layout == "open_clip, two-tower names"
+    assert "'local-dir:.'" in done.load_line
+    _, ours, words = embeddings(path)
+    assert_loads_back(done.path, config, ours, words)
+    for inside in (done.path, path):
+        monkeypatch.chdir(inside)
+        assert_same_in_open_clip(".", path)
+
+
+def test_another_padding_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "words").name
+    text = clip_text(family="siglip", tokenizer=folder, vocab_size=11)  # pads with 1, it with 0
+    image = ImageTower(name="vit_femto_patch16_64", image_size=64)
+    path = checkpoint(tmp_path / "run", Model(image=image, text=text, embed_dim=EMBED))
+    with pytest.raises(RequestError, match=r"other tokens than pennyclip.*model\.text\.pad_id"):
+        export(path, "open_clip", tmp_path / "out")
+
+
 def test_native_names_are_refused_with_the_reason(tmp_path: Path) -> None:
     (folder := tmp_path / "out").mkdir()
     cases = {

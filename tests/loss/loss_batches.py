@@ -48,7 +48,6 @@ def features(x: Leaves, groups: Tensor | None = None) -> Features:
     return Features(
         image=x.image, text=x.text, all_image=x.image, all_text=x.text, offset=0,
         scale=x.scale, bias=x.bias, groups=torch.arange(n) if groups is None else groups,
-        rows=torch.arange(n),
     )  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def ranks(x: Leaves, count: int, groups: Tensor) -> list[Features]:
     return [
         Features(
             image=x.image[i : i + n], text=x.text[i : i + n], all_image=x.image, all_text=x.text,
-            offset=i, scale=x.scale, bias=x.bias, groups=groups, rows=torch.arange(len(groups)),
+            offset=i, scale=x.scale, bias=x.bias, groups=groups,
         )
         for i in range(0, n * count, n)
     ]  # fmt: skip

@@ -16,7 +16,7 @@ def qkv(dtype):
 
 def test_it_equals_float32_attention_rounded_at_the_end():
     narrow = qkv(torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16), attention_context(narrow[0]):
+    with torch.autocast("cpu", torch.bfloat16), attention_context(narrow[0], torch.float32):
         out = F.scaled_dot_product_attention(*narrow, is_causal=True)
     assert out.dtype == torch.bfloat16
     out.float().square().sum().backward()
@@ -32,18 +32,37 @@ def test_it_equals_float32_attention_rounded_at_the_end():
 def test_float_masks_are_widened_too():
     narrow = qkv(torch.bfloat16)
     mask = torch.zeros(7, 7, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16), attention_context(narrow[0]):
+    with torch.autocast("cpu", torch.bfloat16), attention_context(narrow[0], torch.float32):
         out = F.scaled_dot_product_attention(*narrow, attn_mask=mask)
     exact = F.scaled_dot_product_attention(*(x.float() for x in narrow))
     assert torch.equal(out, exact.bfloat16())
 
 
-def test_other_operations_and_float32_are_left_alone():
+def test_with_16_bit_weights_it_needs_no_autocast():
+    narrow = qkv(torch.bfloat16)
+    with attention_context(narrow[0], torch.bfloat16):
+        out = F.scaled_dot_product_attention(*narrow, is_causal=True)
+    exact = F.scaled_dot_product_attention(*(x.float() for x in narrow), is_causal=True)
+    assert torch.equal(out, exact.bfloat16())
+
+
+def test_where_autocast_is_switched_off_inside_float32_stays():
     x = qkv(torch.float32)
-    with attention_context(x[0]):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        attention_context(x[0], torch.float32),
+        torch.autocast("cpu", enabled=False),
+    ):
         inside = F.scaled_dot_product_attention(*x)
     assert torch.equal(inside, F.scaled_dot_product_attention(*x))
-    with torch.autocast("cpu", torch.bfloat16), attention_context(x[0]):
+
+
+def test_other_operations_and_float32_are_left_alone():
+    x = qkv(torch.float32)
+    with attention_context(x[0], torch.float32):
+        inside = F.scaled_dot_product_attention(*x)
+    assert torch.equal(inside, F.scaled_dot_product_attention(*x))
+    with torch.autocast("cpu", torch.bfloat16), attention_context(x[0], torch.float32):
         assert (x[0] @ x[1].mT).dtype == torch.bfloat16
 
 

@@ -12,6 +12,8 @@ from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating, freeze
 
 TEXT = ClipText(width=16, layers=3, heads=2, context_length=8, vocab_size=50)
+WEIGHTS = ("weight", "bias")
+MLP = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 # Layers: the input, and one for each block; norms behind the last block belong to it.
 TRUNKS = {
     "test_vit": 1 + 6,
@@ -130,6 +132,17 @@ def test_unfreezing_later_restores_training_mode():
     freeze(model, "all", 2)
     assert all(module.training for module in model.visual.modules())
     assert learning(model, "visual.") == {n for n, _ in model.named_parameters() if "visual" in n}
+
+
+def test_patterns_choose_what_learns():
+    model = clip()
+    freeze(model, ("trunk.blocks.[45].mlp.*", "trunk.norm.*"), ("*.ln_1.*",))
+    wanted = {n for n, _ in model.named_parameters() if "norm" in n and "blocks" not in n}
+    wanted |= {f"visual.trunk.blocks.{i}.mlp.{n}" for i in (4, 5) for n in MLP}
+    wanted |= {f"text.transformer.resblocks.{i}.ln_1.{n}" for i in range(3) for n in WEIGHTS}
+    assert learning(model, "") == {*wanted, *HEADS}
+    with pytest.raises(RequestError, match=r"image_layers: .*'trunk\.block\.\*'.*trunk\.blocks"):
+        freeze(model, ("trunk.block.*",), "all")
 
 
 def test_more_layers_than_there_are():

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_towers import assert_equal_towers, captions, config, eva_file, images, native
+from tiny_towers import (
+    assert_all_accounted,
+    assert_equal_towers,
+    captions,
+    config,
+    eva_file,
+    images,
+    native,
+)
 
 from pennyclip.errors import RequestError
 from pennyclip.weights.build import build
@@ -22,6 +30,7 @@ def test_eva_masked_image_model(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(built.visual.features(images()), reference, atol=1e-5, rtol=1e-5)
     assert match.trained == "masked image modelling"
     assert match.share == 1.0
+    assert_all_accounted(match, path)
     assert match.new == ["visual.head.proj.weight"]
     assert match.dropped["mask_token"] == "stands for masked patches in pretraining"
     tables = 0 if name.startswith("eva_") else 6

@@ -28,6 +28,7 @@ from tiny_towers import (
 )
 from torch import Tensor, nn
 
+from pennyclip.checkpoint import write_model
 from pennyclip.config import ClipText, ImageTower, Model
 from pennyclip.errors import RequestError
 from pennyclip.weights.build import build
@@ -252,12 +253,11 @@ def test_open_clip_siglip_on_timm(tmp_path: Path) -> None:
 
 def test_our_own_checkpoint_folder(tmp_path: Path) -> None:
     """A checkpoint starts another run, and open_clip's `local-dir:` gives the same embeddings."""
-    from pennyclip.checkpoint import save
-
     first = tmp_path / "ViT-pico.pt"
     torch.save(native().state_dict() | {"input_resolution": torch.tensor(64)}, first)
     model, _ = build(config(first, "vit_pico_patch16_clip_64"), seed=0)
-    folder = save(tmp_path / "run", 1, None, model, {}, None, "", 1)
+    (folder := tmp_path / "checkpoint").mkdir()
+    write_model(folder, model, None, {"step": 1, "score": None, "dataset": ""})
     again, matches = build(config(folder, "vit_pico_patch16_clip_64"), seed=9)
     assert again.config.image.activation == "quick_gelu"
     assert again.config.text.activation == "quick_gelu"

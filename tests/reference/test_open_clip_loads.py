@@ -9,16 +9,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from pennyclip.checkpoint import save
+from pennyclip.checkpoint import write_model
 from pennyclip.config import ClipText, ImageTower, Model, TransformersText
 from pennyclip.data.loader import fit_square
 from pennyclip.encoder import load
 from pennyclip.weights.build import build, text_folder
 
-PICTURES = [
-    Image.fromarray(np.random.default_rng(i).integers(0, 256, size, np.uint8))
-    for i, size in enumerate([(224, 224, 3), (224, 224, 3)])
-]
 TEXTS = ["a photo of a cat", "!", "two dogs, running " * 30]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +28,16 @@ CASES = {
     "quick gelu, convolutional": Model(
         image=ImageTower(name="tf_efficientnet_lite0", head="mlp", mean=(0.4, 0.5, 0.6)),
         text=ClipText(width=64, layers=2, heads=2, activation="quick_gelu", context_length=40),
+        embed_dim=32,
+    ),
+    "another image size, pooling": Model(
+        image=ImageTower(name="vit_tiny_patch16_224", image_size=96, pool="avg"),
+        text=ClipText(width=64, layers=2, heads=2),
+        embed_dim=32,
+    ),
+    "another activation": Model(
+        image=ImageTower(name="vit_tiny_patch16_224", activation="quick_gelu"),
+        text=ClipText(width=64, layers=2, heads=2),
         embed_dim=32,
     ),
     "transformers text": Model(
@@ -50,16 +56,21 @@ def test_open_clip_gives_the_same_embeddings(
     with torch.no_grad():  # so that positions and biases count
         for parameter in model.text.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
-    folder = save(tmp_path, 3, None, model, {"optimizer": {}}, text_folder(config), "", keep=1)
-    ours = load(folder)
-    images, texts = ours.encode_image(PICTURES), ours.encode_text(TEXTS)
+    (folder := tmp_path / "checkpoint").mkdir()
+    about = {"step": 3, "score": None, "dataset": ""}
+    write_model(folder, model, text_folder(config), about)
+    ours, shape = load(folder), (config.image.image_size, config.image.image_size, 3)
+    pictures = [  # of the model's size: no two libraries resize noise alike
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, shape, np.uint8)) for i in (0, 1)
+    ]
+    images, texts = ours.encode_image(pictures), ours.encode_text(TEXTS)
 
     monkeypatch.chdir(folder)  # where it looks for a transformers text tower's configuration
     theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     theirs.eval()
     with torch.no_grad():
-        same_images = theirs.encode_image(torch.stack([transform(p) for p in PICTURES]))
+        same_images = theirs.encode_image(torch.stack([transform(p) for p in pictures]))
         same_texts = theirs.encode_text(tokenizer(TEXTS))
     torch.testing.assert_close(images, F.normalize(same_images, dim=-1), atol=1e-5, rtol=0)
     torch.testing.assert_close(texts, F.normalize(same_texts, dim=-1), atol=1e-5, rtol=0)

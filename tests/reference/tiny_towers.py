@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from pennyclip.config import ClipText, ImageTower, Model
 from pennyclip.weights.build import build
+from pennyclip.weights.match import Match
+from pennyclip.weights.read import read_weights
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 WIDTH, EMBED, VOCABULARY, LENGTH = 64, 32, 120, 12
@@ -20,6 +22,7 @@ CLIP_VIT = {
     "img_size": 64, "patch_size": 16, "embed_dim": WIDTH, "depth": 2, "num_heads": 1,
     "pre_norm": True, "norm_layer": nn.LayerNorm,
 }  # fmt: skip
+PLAIN_VIT = {"img_size": 64, "patch_size": 16, "embed_dim": WIDTH, "depth": 2, "num_heads": 1}
 SIGLIP_VIT = {
     "img_size": 64, "patch_size": 16, "embed_dim": WIDTH, "depth": 2, "num_heads": 2,
     "class_token": False, "global_pool": "map",
@@ -33,6 +36,7 @@ TOWERS = {
         VisionTransformer, CLIP_VIT | {"act_layer": "quick_gelu"},
     ),
     "vit_pico_patch16_siglip_64": (VisionTransformer, SIGLIP_VIT),
+    "vit_pico_patch16_64": (VisionTransformer, PLAIN_VIT),
     "eva_pico_patch16_clip_64": (Eva, EVA_VIT | {"global_pool": "token"}),
     "eva_pico_patch16_64": (Eva, EVA_VIT),
     "eva_pico_postnorm_clip_64": (Eva, EVA_VIT | {"use_post_norm": True, "global_pool": "token"}),
@@ -107,6 +111,14 @@ def assert_same(ours: Tensor, reference: Tensor) -> None:
     torch.testing.assert_close(F.normalize(ours), F.normalize(reference), atol=1e-5, rtol=0)
 
 
+def assert_all_accounted(match: Match, path: Path) -> None:
+    """Every key of the file has exactly one fate, and none is left over."""
+    fates = [*match.matched, *match.resampled, *match.derived, *match.dropped]
+    assert sorted(fates) == sorted(read_weights(path).state)
+    assert not match.left_over
+    assert not match.missing
+
+
 @torch.no_grad()
 def assert_equal_towers(path: Path, model: Model, image: Tensor, text: Tensor | None) -> None:
     """Load, account for every key, compare the embeddings."""
@@ -115,7 +127,7 @@ def assert_equal_towers(path: Path, model: Model, image: Tensor, text: Tensor | 
     for match in matches:
         assert match.share == 1.0
         assert not match.new
-        assert not match.left_over
+        assert_all_accounted(match, path)
     assert_same(built.visual(images()), image)
     if text is not None:
         assert_same(built.text(*captions()), text)

@@ -106,7 +106,12 @@ def make_run(path: Path, data: Path, lr: float = 1e-3, steps: int = STEPS) -> Pa
     }
     weights = [
         {"tower": "image tower", "file": "lite0.pth", "loaded": 300, "new": 4, "dropped": 2,
-         "share": 0.981},
+         "share": 0.981, "trained": "not said", "layout": "EVA", "reasons": {"1000 classes": 2},
+         "resampled": {"pos_embed": "grid 16 x 16 to 8 x 8"},
+         "layers": [{"name": f"layer {i}", "values": 1000, "loaded": 1000 - (i == 3) * 250}
+                    for i in range(13)] + [{"name": "head", "values": 500, "loaded": 0}]},
+        {"tower": "text tower", "file": "minilm/model.safetensors", "loaded": 101, "new": 1,
+         "dropped": 2, "share": 1.0},
     ]  # fmt: skip
     write("start", 0, **start, weights=weights)
     for step in range(10, steps + 1, 10):

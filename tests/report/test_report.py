@@ -12,6 +12,7 @@ from pennyclip.errors import RequestError
 from pennyclip.report import write_comparison, write_report
 from pennyclip.report.run import chance, read_run, timeline
 from pennyclip.report.words import duration, flat, percent, plain
+from pennyclip.telemetry.events import REMEDIES
 from pennyclip.telemetry.metrics import Metrics
 
 
@@ -85,7 +86,11 @@ def test_the_page_states_the_run(run: Path) -> None:
         "own caption at place 57.5",
         "pictures found 1,531 pictures kept 1,500 captions 1,873",
         "truncated JPEG 19 no caption 10",
-        "image tower lite0.pth 300 4 2 98.1 %",
+        "image tower lite0.pth trained: not said; names: EVA 300 4 2 98.1 %",
+        "image tower, 14 parts, not whole: layer 3, head",
+        "layer 2 1,000 100.0 % layer 3 1,000 75.0 %",
+        "head 500 0.0 % pos_embed grid 16 x 16 to 8 x 8 2 keys 1000 classes",
+        "text tower minilm/model.safetensors 101 1 2 100.0 %",
         "clip_norm = 1.0",
         "host synthetic",
         "text 22,700,000",
@@ -157,6 +162,27 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert "none yet" in words_of(write_report(run))
 
 
+def test_a_run_that_went_back_and_was_stopped(tmp_path: Path, data: Path) -> None:
+    run = make_run(tmp_path / "run", data)
+    log = Metrics(run / "metrics.jsonl")
+    log.log("start", 400)
+    for step in (210, 350):
+        log.log("event", step, name="rolled back", message=f"rose in {step}", since=step - 10)
+    log.log("event", 351, name="stopped", message="the weight w is not finite")
+    log.log("end", 351, reason="error")
+    log.close()
+    read = read_run(run)
+    assert read.state == ("stopped", "stopped at step 351: the weight w is not finite")
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "rose in 210" in page
+    assert "since 340" in page
+    assert page.count(f"To do: {REMEDIES['rolled back']}".replace("'", "&#x27;")) == 1
+    loss = page.split("<h3>Loss</h3>")[1].split("</figure>")[0]
+    whole = make_run(tmp_path / "whole", data)
+    other = write_report(whole).read_text(encoding="utf-8").split("<h3>Loss</h3>")[1]
+    assert loss.count("<path") > other.split("</figure>")[0].count("<path")
+
+
 def test_many_records_stay_small(tmp_path: Path) -> None:
     run = write_lines(
         tmp_path / "run",
@@ -207,3 +233,17 @@ def test_words() -> None:
         ("a.b", 1), ("c.0.d", 2), ("e", [3]),
     ]  # fmt: skip
     assert SCRIPT in plain(SCRIPT)
+
+
+def test_lambs_trust_ratios_are_drawn(tmp_path: Path) -> None:
+    ratios = {"image": 1.5, "image.no_decay": 9.0, "text": 0.02}
+    records = [
+        {"kind": "train", "step": n, "loss": 1.0, "trust_ratio": ratios} for n in range(1, 4)
+    ]
+    page = write_report(write_lines(tmp_path / "lamb", *records))
+    assert "Trust ratio" in words_of(page)
+    drawing = page.read_text().split("<h3>Trust ratio</h3>")[1].split("</figure>")[0]
+    assert "image" in drawing
+    assert "no_decay" not in drawing
+    del records[0]["trust_ratio"], records[1]["trust_ratio"], records[2]["trust_ratio"]
+    assert "Trust ratio" not in words_of(write_report(write_lines(tmp_path / "adamw", *records)))

@@ -1,7 +1,7 @@
 """Which rows show the same thing, and splits that never part them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -34,6 +34,29 @@ def group_rows(keys: Iterable[Iterable[bytes]]) -> I64:
     return np.array([root(row) for row in range(len(parent))], np.int64)
 
 
+def with_labels(groups: I64, labels: Sequence[str | None], captions: Sequence[list[str]]) -> I64:
+    """[rows] groups in which pictures of one class are one group too.
+
+    A class may stand on both sides of a split, so this is not for splitting: captions made from a
+    class's name are no captions of a picture.
+
+    Args:
+        groups: [rows] of what must not be parted; captions of rows with a label don't count there.
+        labels: [rows] the class, or None.
+        captions: [rows] the captions.
+    """
+    if not any(labels):
+        return groups
+    return group_rows(
+        [
+            f"row {group}".encode(),
+            *([f"label {normalised(label)}".encode()] if label is not None else []),
+            *(f"caption {normalised(caption)}".encode() for caption in own),
+        ]
+        for group, label, own in zip(groups.tolist(), labels, captions, strict=True)
+    )
+
+
 def split_rows(
     groups: I64,
     brought: Sequence[str | None],
@@ -42,14 +65,19 @@ def split_rows(
     val_share: float,
     dev_share: float,
     seed: int,
-) -> tuple[dict[str, I64], int]:
-    """Row ids of train, val, test and dev, and how many train rows had to go.
+    settled: Mapping[str, I64] | None = None,
+    first: int = 0,
+) -> tuple[dict[str, I64], I64]:
+    """Row ids of train, val, test and dev, and of the rows that are in none.
 
     A split that the source brings (train, val, test) is kept; what has none is train. A train row
     whose group reaches into val or test is dropped: it would give the answer away. Where no row
     is brought as val, `val_share` of train becomes val; `dev_share` of what is left becomes dev.
     Both take whole groups, in an order fixed by `seed` and the pictures themselves, and stay at
     or below their share; one too small for any group is left out.
+
+    Rows that were appended leave the others where they are. One whose group reaches into a split
+    of theirs belongs there: to train, or where its own source says the same; else it is dropped.
 
     Args:
         groups: [rows] group of each row.
@@ -58,24 +86,49 @@ def split_rows(
         val_share: of the train rows, 0 <= share < 1.
         dev_share: of the train rows left, 0 <= share < 1.
         seed: of the order in which groups are taken.
+        settled: the splits of the rows before `first`.
+        first: rows from here on are to be split.
     """
-    rows = {name: [row for row, split in enumerate(brought) if split == name] for name in HELD}
-    held = {int(groups[row]) for taken in rows.values() for row in taken}
-    train = [row for row, split in enumerate(brought) if split in (None, "train")]
-    clean = [row for row in train if int(groups[row]) not in held]
-    crossing = len(train) - len(clean)
+    settled = settled or {}
+    sides: dict[int, set[str]] = {}
+    for name, ids in settled.items():
+        for group in groups[ids].tolist():
+            sides.setdefault(group, set()).add(name)
+    new = range(first, len(groups))
+    of = groups.tolist()
+    rows = {
+        name: [row for row in new if brought[row] == name and sides.get(of[row], {name}) == {name}]
+        for name in HELD
+    }
+    held = {of[row] for taken in rows.values() for row in taken}
+    clean = [
+        row
+        for row in new
+        if brought[row] in (None, "train")
+        and of[row] not in held
+        and sides.get(of[row], {"train"}) == {"train"}
+    ]
+    kept = {row for taken in (*rows.values(), clean) for row in taken}
+    tied = [row for row in clean if of[row] in sides]
+    free = [row for row in clean if of[row] not in sides]
 
     salt = blake2b(str(seed).encode(), digest_size=16).digest()
     smallest: dict[int, bytes] = {}
-    for row in clean:
-        group = int(groups[row])
-        smallest[group] = min(hashes[row], smallest.get(group, hashes[row]))
+    for row in free:
+        smallest[of[row]] = min(hashes[row], smallest.get(of[row], hashes[row]))
     order = sorted(smallest, key=lambda g: (blake2b(smallest[g], key=salt).digest(), g))
 
-    if not rows["val"]:
-        rows["val"], clean = _carve(clean, groups, order, val_share)
-    rows["dev"], rows["train"] = _carve(clean, groups, order, dev_share)
-    return {name: np.array(ids, np.int64) for name, ids in rows.items() if ids}, crossing
+    if "val" not in brought:
+        rows["val"], free = _carve(free, groups, order, val_share)
+    rows["dev"], free = _carve(free, groups, order, dev_share)
+    rows["train"] = sorted(free + tied)
+    nothing = np.empty(0, np.int64)
+    splits = {
+        name: np.concatenate([settled.get(name, nothing), np.array(ids, np.int64)])
+        for name, ids in rows.items()
+    }
+    dropped = np.array([row for row in new if row not in kept], np.int64)
+    return {name: ids for name, ids in splits.items() if len(ids)}, dropped
 
 
 HELD = ("val", "test")

@@ -2,19 +2,21 @@
 
 A picture is decoded once, in full: that finds every damaged file, where a look at the header
 (or Pillow's `verify`) finds none. What comes out is what a person would see: upright, on white
-where it is transparent, the first frame of an animation.
+where it is transparent, the first frame of an animation, in sRGB whatever colours it came in.
 """
 
 import io
 import re
 import warnings
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from hashlib import blake2b
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError
 
 U8 = npt.NDArray[np.uint8]
 
@@ -44,11 +46,18 @@ class Decoded:
     pixels: U8
     """[H, W, 3] RGB, upright."""
     reencode: bool
-    """False for an upright RGB or gray JPEG, whose own data can be kept as they are."""
+    """False for an upright sRGB or gray JPEG, whose own data can be kept as they are."""
+    profile: bytes | None = None
+    """The ICC profile of the pixels where it is not sRGB; see `to_srgb`. Converting is for later,
+    when they are fewer."""
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Decode a picture in full.
+
+    Args:
+        data: the file.
+        max_pixels: pictures with more are refused by their header.
 
     Raises:
         ImageError: empty, not a picture, too large, damaged, or samples without a defined white.
@@ -58,11 +67,11 @@ def decode(data: bytes) -> Decoded:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata, mostly; what matters raises
         try:
-            return _decode(data)
+            return _decode(data, max_pixels)
         except (ImageError, MemoryError):
             raise
         except Image.DecompressionBombError:
-            raise ImageError(f"too large: more than {MAX_PIXELS:,} pixels") from None
+            raise ImageError(f"too large: more than {max_pixels:,} pixels") from None
         except UnidentifiedImageError:
             raise ImageError(
                 f"not a picture: starts with {data[:16]!r}; readable are {', '.join(FORMATS)}"
@@ -71,15 +80,15 @@ def decode(data: bytes) -> Decoded:
             raise ImageError(f"damaged: {error or type(error).__name__}") from None
 
 
-def _decode(data: bytes) -> Decoded:
+def _decode(data: bytes, max_pixels: int) -> Decoded:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if max(image.size) > MAX_SIDE:
             raise ImageError(
                 f"too large: {image.width} x {image.height}, and a side has at most {MAX_SIDE:,}"
             )
-        if image.width * image.height > MAX_PIXELS:
+        if image.width * image.height > max_pixels:
             raise ImageError(
-                f"too large: {image.width} x {image.height}, more than {MAX_PIXELS:,} pixels"
+                f"too large: {image.width} x {image.height}, more than {max_pixels:,} pixels"
             )
         if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
             try:
@@ -89,13 +98,19 @@ def _decode(data: bytes) -> Decoded:
                     raise
                 # unusual but whole: Pillow reads it, and it is encoded anew
             else:
-                orientation = _orientation(image)
-                return Decoded(_upright(pixels, orientation), reencode=orientation != 1)
-        return Decoded(from_pil(image), reencode=True)
+                orientation, profile = _orientation(image), _profile(image)
+                reencode = orientation != 1 or profile is not None
+                return Decoded(_upright(pixels, orientation), reencode, profile)
+        return Decoded(_load(image), True, _profile(image))
 
 
 def from_pil(image: Image.Image) -> U8:
-    """[H, W, 3] RGB pixels of an open picture, upright, on white where it is transparent."""
+    """[H, W, 3] sRGB pixels of an open picture, upright, on white where it is transparent."""
+    pixels = _load(image)
+    return to_srgb(pixels, _profile(image))
+
+
+def _load(image: Image.Image) -> U8:
     image.load()
     # The orientation is read after loading: some of Pillow's readers turn the picture themselves
     # while loading, and a PNG may carry its EXIF behind the pixels.
@@ -129,10 +144,51 @@ def _upright(pixels: U8, orientation: int) -> U8:
     return np.ascontiguousarray(pixels)
 
 
+def _profile(image: Image.Image) -> bytes | None:
+    """The picture's ICC profile where its colours are RGB, but not sRGB."""
+    profile = image.info.get("icc_profile")
+    if not isinstance(profile, bytes) or image.mode not in ("RGB", "RGBA", "P", "PA", "RGBX"):
+        return None
+    return profile if _transform(profile, "RGB") is not None else None
+
+
+@lru_cache(maxsize=64)  # chosen: a source's pictures come from a few cameras and programs
+def _transform(profile: bytes, mode: Literal["RGB", "CMYK"]) -> ImageCms.ImageCmsTransform | None:
+    """To sRGB; None where nothing would change, or the profile is of no use."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+        if mode == "CMYK":
+            return transform
+        steps = np.linspace(0, 255, 9, dtype=np.uint8)
+        cube = np.stack(np.meshgrid(steps, steps, steps), -1).reshape(27, 27, 3)
+        changed = ImageCms.applyTransform(Image.fromarray(cube), transform)
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return None
+    assert changed is not None
+    return transform if np.abs(np.asarray(changed).astype(int) - cube).max() > ROUNDING else None
+
+
+ROUNDING = 2
+"""Of 255: what a profile may change at most to count as sRGB. Chosen: what its tables round."""
+
+
+def to_srgb(pixels: U8, profile: bytes | None) -> U8:
+    """[H, W, 3] pixels of a `Decoded` picture in sRGB."""
+    transform = _transform(profile, "RGB") if profile is not None else None
+    if transform is None:
+        return pixels
+    return np.asarray(ImageCms.applyTransform(Image.fromarray(pixels), transform))
+
+
 def _to_rgb(image: Image.Image) -> U8:
     """[H, W, 3] of a loaded picture in any of Pillow's modes; transparency becomes white."""
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         return _from_wide_gray(image)
+    if image.mode == "CMYK" and isinstance(image.info.get("icc_profile"), bytes):
+        transform = _transform(image.info["icc_profile"], "CMYK")
+        if transform is not None:
+            return np.array(ImageCms.applyTransform(image, transform))
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA"))
@@ -152,6 +208,38 @@ def _from_wide_gray(image: Image.Image) -> U8:
     if image.info.get("transparency") is not None:  # the one value that a PNG calls transparent
         gray[values == image.info["transparency"]] = 255
     return np.repeat(gray[..., None], 3, axis=2)
+
+
+Fit = Literal["shortest", "crop", "pad"]
+"""How a picture is brought to size: its shorter side; the square in its middle; or all of it, in
+the middle of a white square."""
+FITS = get_args(Fit)
+
+
+def fit_to(pixels: U8, side: int, how: Fit) -> U8:
+    """[H, W, 3] with the shorter side (or the square's) at most `side` pixels; never enlarged."""
+    if how == "pad":
+        return _pad(pixels, side)
+    pixels = resize_short_side(pixels, side)
+    short = min(pixels.shape[:2])
+    if how == "crop" and pixels.shape[0] != pixels.shape[1]:
+        top, left = (round((edge - short) / 2) for edge in pixels.shape[:2])
+        pixels = pixels[top : top + short, left : left + short]
+    return pixels
+
+
+def _pad(pixels: U8, side: int) -> U8:
+    height, width = pixels.shape[:2]
+    long = max(height, width)
+    if long > side:
+        height, width = (max(1, (edge * side + long // 2) // long) for edge in (height, width))
+        pixels, long = _resize(pixels, height, width), side
+    if height == width:
+        return pixels
+    square = np.full((long, long, 3), 255, np.uint8)
+    top, left = (long - height) // 2, (long - width) // 2
+    square[top : top + height, left : left + width] = pixels
+    return square
 
 
 def resize_short_side(pixels: U8, side: int) -> U8:
@@ -227,15 +315,32 @@ def pixel_hash(pixels: U8) -> bytes:
     return digest.digest()
 
 
-_FREQUENCIES = np.arange(8)[:, None] * (2 * np.arange(32) + 1) * np.pi / 64
-_DCT = np.cos(_FREQUENCIES)
-"""[8, 32] the lowest 8 rows of the 32-point DCT-II; scaling doesn't matter to a comparison."""
+NOISE = 2.0
+"""Grey levels (standard deviation) that are no picture: chosen, what JPEG at quality 75 leaves on
+flat ground. A frequency no stronger says nothing."""
 
 
 def phash(pixels: U8) -> int:
     """64-bit perceptual hash: which low frequencies of the 32 x 32 gray picture exceed their
     median (Zauner 2010, section 3.2.1). Resaved copies differ in at most 6 to 8 bits."""
-    gray = _resize(pixels, 32, 32).astype(np.float64) @ (0.299, 0.587, 0.114)  # ITU-R BT.601 luma
-    low = (_DCT @ gray @ _DCT.T).ravel().round(6)  # a flat picture has no noise to compare
-    bits = low > np.median(low[1:])  # without the mean brightness
-    return int.from_bytes(np.packbits(bits).tobytes(), "big")
+    return int.from_bytes(_frequency_bits(pixels, 8), "big")
+
+
+def fine_hash(pixels: U8) -> bytes:
+    """The same with twice the frequencies each way, of the 64 x 64 picture: 256 bits, which tell
+    apart pictures that differ inside a common frame."""
+    return _frequency_bits(pixels, 16)
+
+
+@cache
+def _dct(count: int) -> npt.NDArray[np.float64]:
+    """[count, 4 count] the lowest rows of the DCT-II; scaling doesn't matter to a comparison."""
+    return np.cos(np.arange(count)[:, None] * (2 * np.arange(4 * count) + 1) * np.pi / 8 / count)
+
+
+def _frequency_bits(pixels: U8, count: int) -> bytes:
+    dct = _dct(count)
+    gray = _resize(pixels, 4 * count, 4 * count) @ np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
+    low = (dct @ gray @ dct.T).ravel()
+    low[np.abs(low) < NOISE * 2 * count] = 0  # sqrt(2 count) is the length of each row of the DCT
+    return np.packbits(low > np.median(low[1:])).tobytes()  # without the mean brightness

@@ -5,18 +5,25 @@ shards/000123.tar       plain USTAR: <key>.jpg and <key>.txt, one caption a line
 index/000123.parquet    one row an image, for people and filters
 index/rows.npy          the same in fixed width, memory-mapped: all that a loader needs
 keep/NAME.parquet       subsets of row ids
+raw/000123.npy          optional: uint8 [rows, side, side, 3]
+
+Shards and raw squares may lie in several roots, on several disks; the rest is in the first.
 """
 
 import json
 import os
-from functools import cached_property
+import tempfile
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pennyclip.data.images import decode_jpeg
 from pennyclip.errors import RequestError
 
 SCHEMA_VERSION = 1
@@ -32,6 +39,10 @@ ROW = np.dtype(
         ("group", "<u8"),  # rows of one group are never each other's negatives
     ]
 )
+
+
+OPEN_SHARDS = 256  # files open at a time. chosen: a process may usually have 1,024
+BLOCK = 1 << 16  # rows gone through at a time. chosen: half a megabyte of 64-bit numbers
 
 
 class Dataset:
@@ -51,37 +62,86 @@ class Dataset:
                 f"{manifest}: schema version {self.meta['schema_version']}, and this pennyclip "
                 f"reads {SCHEMA_VERSION}. Prepare the dataset again, or use the other version."
             )
-        self.rows: npt.NDArray[np.void] = np.load(self.path / "index" / "rows.npy", mmap_mode="r")
+        # While sources are being appended, there may be more rows than count already.
+        rows = np.load(self.path / "index" / "rows.npy", mmap_mode="r")
+        self.rows: npt.NDArray[np.void] = rows[: self.meta["counts"]["kept"]]
         if self.rows.dtype != ROW:
             raise RequestError(f"{self.path}/index/rows.npy has columns {self.rows.dtype.names}")
-        self._files = [os.open(self.path / s["path"], os.O_RDONLY) for s in self.meta["shards"]]
+        shards = range(len(self.meta["shards"]))
+        missing = [file for number in shards if not (file := self.shard_path(number)).is_file()]
+        if missing:
+            raise RequestError(
+                f"{self.path} lacks {len(missing)} of its {len(shards)} shards ({missing[0]}, "
+                "...). Bring them back, or prepare the dataset again. Where a folder of --roots "
+                f"has moved, correct it under 'roots' in {manifest}."
+            )
+        self._shard = lru_cache(OPEN_SHARDS)(self._open_shard)
+        self._raw = lru_cache(OPEN_SHARDS)(self._open_raw)
+        self.raw_side: int | None = self.meta["preprocess"].get("raw")
+        """Pixels of the squares kept beside the JPEGs, if there are any."""
+        counts = [shard["rows"] for shard in self.meta["shards"]]
+        self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_files", []):
-            os.close(descriptor)
 
     @property
     def fingerprint(self) -> str:
         """Identifies the rows: equal for byte-identical datasets."""
         return str(self.meta["fingerprint"])
 
+    def shard_path(self, number: int) -> Path:
+        """Where a shard's tar is: in the dataset's own folder, or on another disk."""
+        shard = self.meta["shards"][number]
+        return self.path / self.meta.get("roots", ["."])[shard.get("root", 0)] / shard["path"]
+
+    def pixels(self, row: int, side: int) -> npt.NDArray[np.uint8]:
+        """[H, W, 3] the row's picture, for use at `side` pixels; safe from several threads.
+
+        The plain square that was kept, where it is large enough: at its own side, it is exactly
+        what evaluation makes of the original. Otherwise the decoded JPEG.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it cannot be decoded.
+        """
+        if self.raw_side is None or side > self.raw_side:
+            return decode_jpeg(self.image_bytes(row))
+        shard = int(self.rows[row]["shard"])
+        return self._raw(shard)[row - self._first_rows[shard]]
+
     def image_bytes(self, row: int) -> bytes:
         """The row's JPEG, read by position; safe from several threads at once."""
-        r = self.rows[row]
-        return os.pread(self._files[r["shard"]], int(r["image_length"]), int(r["image_offset"]))
+        return self._read(row, "image")
 
     def captions(self, row: int) -> list[str]:
+        return self._read(row, "text").decode("utf-8").split("\n")
+
+    def _read(self, row: int, member: str) -> bytes:
         r = self.rows[row]
-        text = os.pread(self._files[r["shard"]], int(r["text_length"]), int(r["text_offset"]))
-        return text.decode("utf-8").split("\n")
+        length, offset = int(r[f"{member}_length"]), int(r[f"{member}_offset"])
+        return self._shard(int(r["shard"])).read(length, offset)
+
+    def _open_shard(self, number: int) -> "_Shard":
+        return _Shard(self.shard_path(number))
+
+    def _open_raw(self, number: int) -> npt.NDArray[np.uint8]:
+        tar = self.shard_path(number)
+        return np.load(tar.parent.parent / "raw" / f"{tar.stem}.npy", mmap_mode="c")
 
     @cached_property
     def caption_starts(self) -> npt.NDArray[np.int64]:
         """[rows + 1]: captions of row r are numbered starts[r] to starts[r + 1] - 1."""
-        return np.concatenate([[0], np.cumsum(self.rows["captions"], dtype=np.int64)])
+
+        def starts() -> Iterable[npt.NDArray[np.int64]]:
+            last = np.zeros(1, np.int64)
+            yield last
+            for first in range(0, len(self), BLOCK):
+                counts = self.rows["captions"][first : first + BLOCK]
+                yield (ends := last[-1] + counts.cumsum(dtype=np.int64))
+                last = ends
+
+        return _mapped(starts())
 
     def subsets(self) -> list[str]:
         return sorted(path.stem for path in (self.path / "keep").glob("*.parquet"))
@@ -97,7 +157,19 @@ class Dataset:
             raise RequestError(
                 f"{self.path} has no subset '{name}'. It has: {', '.join(self.subsets())}."
             )
-        return pq.read_table(file, columns=["row"])["row"].to_numpy().astype(np.int64)
+        parts = pq.ParquetFile(file).iter_batches(BLOCK, columns=["row"], use_threads=False)
+        ids = (part["row"].to_numpy() for part in parts)
+        rows = _mapped(some[some < len(self)] for some in ids)
+        pa.default_memory_pool().release_unused()  # or Arrow would keep it for its next table
+        return rows
+
+    def table(self, *columns: str) -> pa.Table:
+        """Columns of the index, all rows."""
+        files = [
+            self.path / "index" / f"{Path(shard['path']).stem}.parquet"
+            for shard in self.meta["shards"]
+        ]
+        return pa.concat_tables([pq.read_table(file, columns=list(columns)) for file in files])
 
     def keys(self, rows: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
         """The index entries (key, origin, captions, sizes) of some rows, for people to read."""
@@ -112,3 +184,33 @@ class Dataset:
             ):
                 wanted[row] = item
         return [wanted[row] for row in rows.tolist()]
+
+
+class _Shard:
+    """An open shard: closed when nobody reads from it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def read(self, length: int, offset: int) -> bytes:
+        return os.pread(self._descriptor, length, offset)
+
+
+def _mapped(parts: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
+    """The parts of a long array one after the other, in a file without a name.
+
+    Its pages come and go as the system has room, so that no process grows with the dataset.
+    """
+    with tempfile.TemporaryFile() as file:
+        length = 0
+        for part in parts:
+            file.write(part.astype(np.int64).tobytes())
+            length += len(part)
+        file.flush()
+        if length == 0:
+            return np.empty(0, np.int64)
+        return np.asarray(np.memmap(file, np.int64, "c", shape=(length,)))

@@ -1,9 +1,10 @@
 """Training batches, each a pure function of its global position."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,15 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from pennyclip.config import Augment
 from pennyclip.data import augment
-from pennyclip.data.images import decode_jpeg
 from pennyclip.data.index import Dataset
-from pennyclip.data.order import I64, stream
+from pennyclip.data.order import I64, Mixture, Order
+from pennyclip.data.stored import States, Stored
+from pennyclip.data.synonyms import Synonyms
+from pennyclip.data.text import Tokenizer, pad, truncate
 from pennyclip.data.tokens import TokenStore
+from pennyclip.errors import RunError
 
 PREPROCESSING = "shorter side, bicubic, centre 1"
 """Names what `fit_square` does without a crop: stored features belong to one of these."""
@@ -27,7 +32,8 @@ PREFETCH = 2  # batches ready ahead of the one in use, a worker. chosen: one bei
 
 @dataclass(frozen=True)
 class Batch:
-    """B pairs. A tower whose trunk is frozen gets stored features instead of its input."""
+    """B pairs. A frozen trunk's stored features, or the states behind its frozen first layers,
+    stand in place of its input."""
 
     rows: Int64[Tensor, " B"]
     groups: Int64[Tensor, " B"]
@@ -36,14 +42,36 @@ class Batch:
     lengths: Int64[Tensor, " B"] | None
     image_features: Float[Tensor, "B V"] | None
     text_features: Float[Tensor, "B W"] | None
+    image_states: States | None = None
+    text_states: States | None = None
+    changes: augment.PixelChanges | None = None
+    """What is still to be done to the images, on the device."""
+    unreadable: tuple[tuple[int, str], ...] = ()
+    """Rows that belong here and could not be read, and why; the row before each stands in."""
 
     def to(self, device: torch.device) -> "Batch":
-        moved: dict[str, Any] = {
-            # Lengths stay on the host, where packing needs them: no wait for the device.
-            name: value if value is None or name == "lengths" else value.to(device)
+        """The batch on a device, its images changed there. Out of pinned memory the copies run by
+        themselves: what is computed next waits for them, and the caller does not."""
+        moved = self._each(lambda value: value.to(device, non_blocking=True))
+        if moved.images is None:
+            return moved
+        images = moved.images.contiguous()
+        if self.changes is not None:
+            images = augment.change_pixels(images, self.changes.to(device))
+        return replace(moved, images=images, changes=None)
+
+    def pin_memory(self) -> "Batch":
+        """The batch in memory from which a GPU copies by itself."""
+        return self._each(lambda value: value.pin_memory())
+
+    def _each(self, change: Callable[[Any], Any]) -> "Batch":
+        # Lengths stay on the host, where packing needs them: no wait for the device.
+        data = {
+            name: change(value)
             for name, value in vars(self).items()
+            if isinstance(value, Tensor | States) and name != "lengths"
         }
-        return Batch(**moved)
+        return replace(self, **data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,42 +84,84 @@ class Loader:
 
     dataset: Dataset
     rows: I64
-    """[n] the dataset's rows that take part."""
+    """[n] the dataset's rows that take part, ascending."""
     tokens: TokenStore
+    tokenizer: Tokenizer
+    """The one that made them: it reads the captions that are changed."""
     batch_size: int
+    """Pairs in a batch of all ranks together."""
     seed: int
     image_size: int
     text_length: int
-    crop_scale: tuple[float, float]
+    augment: Augment
     workers: int
-    image_features: npt.NDArray[np.float16] | None = None
-    """[rows of the dataset, V] stored features of a frozen image trunk."""
-    text_features: npt.NDArray[np.float16] | None = None
-    """[captions of the dataset, W] stored features of a frozen text trunk."""
+    synonyms: Synonyms | None = None
+    """What `augment.synonyms` takes words from."""
+    shuffle_window: int | None = None
+    """See `Order.window`."""
+    mixture: Mixture | None = None
+    """The order, where some sources are seen more often than others."""
+    rank: int = 0
+    """Each of `world` ranks loads an equal part of every batch, one behind the other."""
+    world: int = 1
+    pin_memory: bool = False
+    """For a GPU."""
+    image_store: Stored | None = None
+    """What frozen layers have made of the dataset's images, uncropped."""
+    text_store: Stored | None = None
+    """What frozen layers have made of the dataset's captions, cut to the same length."""
+
+    @cached_property
+    def order(self) -> Order | Mixture:
+        if self.mixture is not None:
+            return self.mixture
+        shards = np.array([len(self.rows)])
+        if self.shuffle_window is not None:
+            shards = np.bincount(self.dataset.rows["shard"][self.rows])
+        return Order(self.seed, shards, self.shuffle_window)
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` of the run, counted from 0 over all its epochs."""
-        indices, epochs = stream(
-            number * self.batch_size, self.batch_size, len(self.rows), self.seed
-        )
-        rows = self.rows[indices]
+        """This rank's part of batch `number` of the run, counted from 0 over all its epochs.
+
+        A row that cannot be read costs that row: the one before it in the part stands in. Being of
+        the same group as itself, it is no negative of itself.
+
+        Raises:
+            UnreadableRow: none of its rows can be read.
+        """
+        part = self.batch_size // self.world
+        assert part * self.world == self.batch_size, "every rank has an equal part of a batch"
+        indices, epochs = self.order.at(number * self.batch_size + self.rank * part, part)
+        made = self.samples(self.rows[indices], epochs)
+        return made.pin_memory() if self.pin_memory else made
+
+    def samples(self, rows: I64, epochs: I64) -> Batch:
+        """[B] rows of the dataset as they are seen in some epochs. Raises as `batch` does."""
         counts = self.dataset.rows["captions"][rows].astype(np.int64)
-        captions = self.dataset.caption_starts[rows] + augment.choose_captions(
-            self.seed, epochs, rows, counts
-        )
-        images = tokens = lengths = image_features = text_features = None
-        if self.image_features is not None:
-            image_features = torch.from_numpy(self.image_features[rows].astype(np.float32))
+        choices = augment.choose_captions(self.seed, epochs, rows, counts)
+        images, texts, failed = self._read(rows, epochs, choices)
+        unreadable = tuple((int(rows[place]), str(why)) for place, why in failed.items())
+        if failed:
+            at = _before(len(rows), failed)
+            rows, epochs, choices = rows[at], epochs[at], choices[at]
+            images = None if images is None else images[at]
+            texts = None if texts is None else [texts[place] for place in at]
+
+        image_features = image_states = text_features = text_states = changes = None
+        tokens = lengths = None
+        if self.image_store is not None:
+            image_features, image_states, _ = _stored(self.image_store, rows)
+        elif self.augment.flip or self.augment.color_jitter:
+            changes = augment.draw_pixel_changes(
+                self.seed, epochs, rows, self.augment.flip, self.augment.color_jitter
+            )
+        captions = self.dataset.caption_starts[rows] + choices
+        if self.text_store is not None:
+            text_features, text_states, lengths = _stored(self.text_store, captions)
+        elif texts is None:
+            tokens, lengths = map(torch.from_numpy, self.tokens.batch(captions, self.text_length))
         else:
-            crops = None
-            if self.crop_scale != (1.0, 1.0):
-                crops = augment.random_crops(self.seed, epochs, rows, self.crop_scale)
-            images = load_images(self.dataset, rows, self.image_size, crops)
-        if self.text_features is not None:
-            text_features = torch.from_numpy(self.text_features[captions].astype(np.float32))
-        else:
-            ids, sizes = self.tokens.batch(captions, self.text_length)
-            tokens, lengths = torch.from_numpy(ids), torch.from_numpy(sizes)
+            tokens, lengths = self._tokens(self.changed_words(texts, rows, epochs))
         return Batch(
             rows=torch.from_numpy(rows),
             groups=torch.from_numpy(self.dataset.rows["group"][rows].astype(np.int64)),
@@ -100,7 +170,48 @@ class Loader:
             lengths=lengths,
             image_features=image_features,
             text_features=text_features,
+            image_states=image_states,
+            text_states=text_states,
+            changes=changes,
+            unreadable=unreadable,
         )
+
+    def _read(
+        self, rows: I64, epochs: I64, choices: I64
+    ) -> tuple[UInt8[Tensor, "B 3 H W"] | None, list[str] | None, dict[int, "UnreadableRow"]]:
+        """Images, where they are needed; captions, where they are changed; and what failed."""
+        size, (low, high) = self.image_size, self.augment.crop_scale
+        images = texts = crops = None
+        if self.image_store is None:
+            # Channels last, as pictures are decoded: they are copied three times as fast.
+            shape, order = (len(rows), 3, size, size), torch.channels_last
+            images = torch.empty(shape, dtype=torch.uint8, memory_format=order)
+            if (low, high) != (1.0, 1.0):
+                crops = augment.random_crops(self.seed, epochs, rows, (low, high))
+        if self.text_store is None and (self.augment.word_dropout or self.augment.synonyms):
+            texts = [""] * len(rows)
+
+        def read(place: int, row: int) -> None:
+            if images is not None:
+                crop = None if crops is None else crops[place]
+                images[place] = load_image(self.dataset, row, size, crop)
+            if texts is not None:
+                texts[place] = self.dataset.captions(row)[choices[place]]
+
+        return images, texts, _try_rows(self.dataset, rows, read)
+
+    def changed_words(self, captions: list[str], rows: I64, epochs: I64) -> list[str]:
+        """Captions of some rows as they are seen in some epochs."""
+        dropout, replaced = self.augment.word_dropout, self.augment.synonyms
+        return augment.change_words(
+            captions, self.seed, epochs, rows, dropout, replaced, self.synonyms
+        )
+
+    def _tokens(self, captions: list[str]) -> tuple[Int64[Tensor, "B L"], Int64[Tensor, " B"]]:
+        """What the token store would give, had it these captions."""
+        ids = [truncate(self.tokenizer.encode(caption), self.text_length) for caption in captions]
+        tokens, lengths = pad(ids, limit=self.text_length)
+        return torch.from_numpy(tokens), torch.from_numpy(lengths)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches start .. stop - 1 in order, made ahead by `workers` threads.
@@ -125,15 +236,72 @@ class Loader:
                     future.cancel()
 
 
-def load_images(
-    dataset: Dataset, rows: I64, size: int, crops: augment.Boxes | None = None
-) -> UInt8[Tensor, "B 3 size size"]:
-    """Decode, crop and resize the images of some rows; without crops, the centred square."""
+def _stored(
+    store: Stored, numbers: I64
+) -> tuple[Float[Tensor, "B W"] | None, States | None, Int64[Tensor, " B"] | None]:
+    """Features or states from a store, and the lengths of captions."""
+    values, lengths = store.take(numbers)
+    if store.layers is None:
+        return values.float(), None, lengths
+    return None, States(values, store.layers), lengths
+
+
+class UnreadableRow(RunError):
+    """A row of a prepared dataset that cannot be read, although `prepare` could."""
+
+
+def load_images(dataset: Dataset, rows: I64, size: int) -> UInt8[Tensor, "B 3 size size"]:
+    """The centred squares of some rows' images.
+
+    Raises:
+        UnreadableRow: one of them cannot be read.
+    """
     images = torch.empty(len(rows), 3, size, size, dtype=torch.uint8)
-    for i, row in enumerate(rows.tolist()):
-        pixels = decode_jpeg(dataset.image_bytes(row))
-        images[i] = fit_square(pixels, size, None if crops is None else crops[i])
+
+    def read(place: int, row: int) -> None:
+        images[place] = load_image(dataset, row, size)
+
+    for failure in _try_rows(dataset, rows, read).values():
+        raise failure
     return images
+
+
+def load_image(
+    dataset: Dataset, row: int, size: int, crop: npt.NDArray[np.float64] | None = None
+) -> UInt8[Tensor, "3 size size"]:
+    """Read, crop and resize one row's image; without a crop, the centred square."""
+    return fit_square(dataset.pixels(row, size), size, crop)
+
+
+def _try_rows(
+    dataset: Dataset, rows: I64, read: Callable[[int, int], None]
+) -> dict[int, UnreadableRow]:
+    """Call `read(place, row)` for each row; by its place, what could not be read, and why."""
+    failed: dict[int, UnreadableRow] = {}
+    for place, row in enumerate(rows.tolist()):
+        try:
+            read(place, row)
+        except (OSError, ValueError) as error:
+            at = dataset.rows[row]
+            shard = dataset.shard_path(int(at["shard"]))
+            failed[place] = UnreadableRow(
+                f"row {row}, {at['image_length']:,} bytes from {at['image_offset']:,} on in "
+                f"{shard}: {error}. It was whole when the dataset was prepared."
+            )
+    return failed
+
+
+def _before(count: int, failed: dict[int, UnreadableRow]) -> I64:
+    """[count] the last place up to each, around the batch's end, that has not failed."""
+    if len(failed) == count:
+        raise failed[0]
+    good = [place for place in range(count) if place not in failed]
+    return np.array(good)[np.searchsorted(good, np.arange(count), side="right") - 1]
+
+
+LONGEST = 16
+"""Times its shorter side that a picture's longer one counts, around the centre. Chosen: of a line
+1 pixel high and 65,000 wide, CLIP's preprocessing would make 10 GB, to cut a square out of it."""
 
 
 def fit_square(
@@ -151,6 +319,9 @@ def fit_square(
         top, left, bottom, right = augment.crop_pixels(height, width, crop)
         return _resize(image[..., top:bottom, left:right], size, size)[0]
     short = min(height, width)
+    spare = [max(0, edge - LONGEST * short) // 2 for edge in (height, width)]
+    image = image[..., spare[0] : height - spare[0], spare[1] : width - spare[1]]
+    height, width = image.shape[-2:]
     image = _resize(image, int(size * height / short), int(size * width / short))
     top, left = (round((edge - size) / 2) for edge in image.shape[-2:])
     return image[0, :, top : top + size, left : left + size]

@@ -6,11 +6,19 @@ position, whatever the number of ranks, workers and restarts. The functions are 
 NumPy's random streams may change between versions.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
+
+# What a random number is drawn for. Their order is part of every run's result: append only.
+ORDER, CAPTION, AREA, ASPECT, LEFT, TOP, STEP = range(7)
+FLIP, BRIGHTNESS, CONTRAST, SATURATION, DROPOUT, SYNONYM, WHICH_SYNONYM = range(7, 14)
+SHARDS, WINDOW, TURN, SOURCE = range(14, 18)
 
 ROUNDS = 6  # chosen: Luby and Rackoff 1988 show 4 to suffice for an ideal round function
 
@@ -37,21 +45,19 @@ def uniform(bits: U64) -> npt.NDArray[np.float64]:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permute(positions: I64, epochs: I64, size: int, seed: int) -> I64:
-    """Where each position of an epoch leads: a permutation of range(size) for each epoch.
+def permute(positions: I64, keys: U64, size: int) -> I64:
+    """Where each position leads: a permutation of range(size) for each key.
 
     A Feistel network over the next even number of bits, walked until it falls inside the range
     (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
 
     Args:
-        positions: [n] positions inside the epoch, 0 <= position < size.
-        epochs: [n] epoch of each position.
-        size: number of rows, at least 1.
-        seed: the run's seed.
+        positions: [n] 0 <= position < size.
+        keys: [n] random integers.
+        size: at least 1.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    keys = draw(seed, 0, epochs, np.zeros_like(epochs))
     out = positions.astype(np.uint64)
     outside = np.ones(len(out), bool)
     while outside.any():
@@ -64,18 +70,91 @@ def permute(positions: I64, epochs: I64, size: int, seed: int) -> I64:
     return out.astype(np.int64)
 
 
-def stream(start: int, count: int, size: int, seed: int) -> tuple[I64, I64]:
-    """Indices and epochs of the samples at global positions start .. start + count - 1.
+@dataclass(frozen=True)
+class Order:
+    """The endless stream of samples over the rows of an epoch."""
 
-    Args:
-        start: global position of the first sample.
-        count: number of samples.
-        size: number of rows in an epoch.
-        seed: the run's seed.
+    seed: int
+    shards: I64
+    """[S] how many of the rows lie in each shard; they stand shard by shard, each in one run."""
+    window: int | None = None
+    """Rows are shuffled among so many neighbours, over shuffled shards: for storage that reads
+    slowly at random. None: over the whole epoch."""
 
-    Returns:
-        [count] indices in range(size) and [count] epochs.
+    @property
+    def size(self) -> int:
+        """Rows of an epoch."""
+        return int(self.shards.sum())
+
+    def at(self, start: int, count: int) -> tuple[I64, I64]:
+        """[count] indices in range(size), and epochs, of global positions from `start` on."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        epochs, inside = np.divmod(positions, self.size)
+        if self.window is None:
+            return permute(inside, self._keys(ORDER, epochs), self.size), epochs
+        indices = np.empty(count, np.int64)
+        windows = inside // self.window
+        for epoch, number in {*zip(epochs.tolist(), windows.tolist(), strict=True)}:
+            here = (epochs == epoch) & (windows == number)
+            first = number * self.window
+            length = min(self.window, self.size - first)
+            keys = draw(self.seed, WINDOW, epochs[here], windows[here])
+            places = first + permute(inside[here] - first, keys, length)
+            indices[here] = self._in_shuffled_shards(epoch, places)
+        return indices, epochs
+
+    def _in_shuffled_shards(self, epoch: int, places: I64) -> I64:
+        """[n] indices of the rows at some places of an epoch whose shards are shuffled whole."""
+        numbers = np.arange(len(self.shards))
+        shuffled = permute(numbers, self._keys(SHARDS, np.full_like(numbers, epoch)), len(numbers))
+        ends = self.shards[shuffled].cumsum()
+        at = np.searchsorted(ends, places, side="right")
+        return places - ends[at] + self.shards.cumsum()[shuffled[at]]
+
+    def _keys(self, purpose: int, epochs: I64) -> U64:
+        return draw(self.seed, purpose, epochs, np.zeros_like(epochs))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The endless stream of samples over several sources, of which some are seen more often.
+
+    Each source is an endless stream of its own, whose rows come equally often, each time through
+    in another order. An epoch takes a fixed number of samples of each.
     """
-    positions = np.arange(start, start + count, dtype=np.int64)
-    epochs = positions // size
-    return permute(positions % size, epochs, size, seed), epochs
+
+    seed: int
+    rows: I64
+    """[S] rows of each source; they stand source by source."""
+    takes: I64
+    """[S] samples of each source in an epoch."""
+
+    @property
+    def size(self) -> int:
+        """Samples of an epoch."""
+        return int(self.takes.sum())
+
+    def at(self, start: int, count: int) -> tuple[I64, I64]:
+        """[count] indices in range(rows.sum()), and how often each one's source had been gone
+        through before, of global positions from `start` on."""
+        positions = np.arange(start, start + count, dtype=np.int64)
+        epochs, inside = np.divmod(positions, self.size)
+        turns = permute(inside, draw(self.seed, TURN, epochs, np.zeros_like(epochs)), self.size)
+        ends = self.takes.cumsum()
+        source = np.searchsorted(ends, turns, side="right")
+        own = epochs * self.takes[source] + turns - (ends - self.takes)[source]
+        rounds, places = np.divmod(own, self.rows[source])
+        indices = (self.rows.cumsum() - self.rows)[source]
+        for one in np.unique(source):
+            here = source == one
+            keys = draw(self.seed, SOURCE, rounds[here], source[here])
+            indices[here] += permute(places[here], keys, int(self.rows[one]))
+        return indices, rounds
+
+
+def mixture(seed: int, rows: I64, weights: Sequence[float]) -> Mixture:
+    """A weight is how often an epoch shows each row of a source: 2 twice, 0.5 every other row,
+    in the next epoch the others. One that is not 0 takes at least one sample."""
+    takes = np.rint(rows * np.array(weights)).astype(np.int64)
+    least = (rows > 0) & (np.array(weights) > 0)
+    return Mixture(seed, rows, np.where(least, np.maximum(takes, 1), 0))

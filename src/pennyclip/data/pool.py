@@ -1,15 +1,17 @@
 """Tasks carried out in processes, one at a time each, by whoever is free.
 
-Unlike the standard library's pools it says which task a process died of, passes progress on while
-a task runs, and leaves no process behind when this one is killed.
+Unlike the standard library's pools it gives the task of a killed process to another, and says which
+task it was if that one dies, too; it passes progress on while a task runs, and leaves no process
+behind when this one is killed.
 """
 
 import multiprocessing
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -19,7 +21,9 @@ from pennyclip.errors import RunError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Report = Callable[[int], None]
-Event = tuple[Literal["progress", "done"], int, Any]
+Event = tuple[Literal["progress", "done", "killed"], int, Any]
+
+TRIES = 3  # of a task whose process is killed. chosen: what kills three is no accident
 Pipe: TypeAlias = "Connection[Any, Any]"
 
 
@@ -38,11 +42,13 @@ def run_tasks(
         preload: modules that the processes share the import of, beside the function's own.
 
     Yields:
-        ("progress", task number, n) when the function calls report(n), and
-        ("done", task number, result).
+        ("progress", task number, n) when the function calls report(n); ("done", task number,
+        result); and ("killed", task number, how) when its process is lost and another begins it
+        anew: then a negative n takes back what the first had reported.
 
     Raises:
-        RunError: the function raised, or its process was killed; the task is named.
+        RunError: the function raised, or a task's processes were killed `TRIES` times; the task is
+            named.
     """
     # Forked from a fresh process that has imported these modules and started nothing.
     forkserver = "forkserver" in multiprocessing.get_all_start_methods()
@@ -51,15 +57,24 @@ def run_tasks(
         context.set_forkserver_preload([function.__module__, *preload])
     crew: dict[Pipe, tuple[Any, int]] = {}
     todo = iter(enumerate(tasks))
+    reported, tries = Counter[int](), Counter[int]()
+
+    def start(number: int) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(function, theirs), daemon=True)
+        with _no_main_module():
+            process.start()
+        theirs.close()  # so that its death is seen as the end of the pipe
+        crew[ours] = (process, number)
+        give(ours, tasks[number])
+
+    def give(pipe: Pipe, task: Task) -> None:
+        with suppress(ConnectionError):  # killed just now: the end of the pipe will say so
+            pipe.send(task)
+
     try:
-        for number, task in (next(todo) for _ in range(min(workers, len(tasks)))):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(function, theirs), daemon=True)
-            with _no_main_module():
-                process.start()
-            theirs.close()  # so that its death is seen as the end of the pipe
-            ours.send(task)
-            crew[ours] = (process, number)
+        for number, _ in (next(todo) for _ in range(min(workers, len(tasks)))):
+            start(number)
         while crew:
             for ready in wait(list(crew)):
                 pipe = cast("Pipe", ready)
@@ -68,19 +83,29 @@ def run_tasks(
                     kind, value = pipe.recv()
                 except (EOFError, ConnectionError):
                     process.join()
-                    raise RunError(_death(process.exitcode, tasks[number])) from None
+                    tries[number] += 1
+                    if tries[number] == TRIES:
+                        raise RunError(_death(process.exitcode, tasks[number])) from None
+                    yield "killed", number, _how(process.exitcode)
+                    yield "progress", number, -reported.pop(number, 0)
+                    del crew[pipe]
+                    pipe.close()
+                    start(number)
+                    continue
                 if kind == "failed":
                     raise RunError(f"{tasks[number]}: {value}")
                 yield kind, number, value
-                if kind == "done":
-                    following = next(todo, None)
-                    if following is not None:
-                        pipe.send(following[1])
-                        crew[pipe] = (process, following[0])
-                    else:
-                        del crew[pipe]
-                        pipe.close()  # the end of the pipe is the end of its process
-                        process.join()
+                if kind == "progress":
+                    reported[number] += value
+                    continue
+                following = next(todo, None)
+                if following is not None:
+                    crew[pipe] = (process, following[0])
+                    give(pipe, following[1])
+                else:
+                    del crew[pipe]
+                    pipe.close()  # the end of the pipe is the end of its process
+                    process.join()
     finally:
         for pipe, (process, _) in crew.items():
             process.terminate()
@@ -101,13 +126,19 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _death(code: int | None, task: object) -> str:
-    how = f"ended with exit code {code}"
     hint = ""
+    if code == -signal.SIGKILL:
+        hint = " Often that is a machine out of memory: try fewer workers."
+    return (
+        f"{task}: {TRIES} processes were lost on it, one after the other; the last {_how(code)}."
+        f"{hint} What is finished is kept: run it again."
+    )
+
+
+def _how(code: int | None) -> str:
     if code is not None and code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            hint = " Often that is a machine out of memory: try fewer workers."
-    return f"{task}: the process working on it {how}.{hint} What is finished is kept: run it again."
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _serve(function: Callable[[Any, Report], Any], pipe: "Pipe") -> None:

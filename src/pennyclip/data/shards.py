@@ -7,20 +7,22 @@ bytes. Its manifest is written last: a shard that has one is done.
 import fcntl
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import ImageFile
+from PIL import Image, ImageFile
 
 from pennyclip.atomic import locked, replacing, write_text
 from pennyclip.data import images
-from pennyclip.data.pairs import Item, Pair, Reject, shown
+from pennyclip.data.sources.pairs import MAX_IMAGE, Item, Pair, Reject, read_file, shown
 
 INDEX = pa.schema(
     [
@@ -30,6 +32,7 @@ INDEX = pa.schema(
         ("origin", pa.string()),  # where its record stands: file, and line of a table
         ("captions", pa.list_(pa.string())),
         ("group", pa.string()),  # the source's, if it has one
+        ("label", pa.string()),  # the picture's class, where captions are made from it
         ("split", pa.string()),  # the source's, if it has one
         ("width", pa.int32()),  # of the picture as it came, upright
         ("height", pa.int32()),
@@ -39,6 +42,7 @@ INDEX = pa.schema(
         ("reencoded", pa.bool_()),
         ("pixel_hash", pa.binary(16)),  # of the stored size, before JPEG
         ("phash", pa.uint64()),
+        ("fine_hash", pa.binary(32)),  # of four times the frequencies
         ("image_offset", pa.int64()),
         ("image_length", pa.int64()),
         ("text_offset", pa.int64()),
@@ -50,16 +54,32 @@ REPORT_EVERY = 16  # inputs between two reports of progress. chosen: a few a sec
 
 
 @dataclass(frozen=True)
+class Form:
+    """What becomes of every picture of a dataset."""
+
+    side: int
+    """Pixels of the shorter side, or of the square, of a picture that is larger."""
+    fit: images.Fit
+    quality: int
+    """Of the JPEGs that are encoded, 1 to 100."""
+    max_pixels: int
+    """Larger pictures are refused."""
+    raw: int | None
+    """Side in pixels of the squares kept beside the JPEGs, as plain pixels; None: none."""
+
+
+@dataclass(frozen=True)
 class ShardTask:
     """Items `first` .. `first + len(items) - 1` of all sources, and what to make of them."""
 
     out: Path
+    root: Path
+    """Where the shard goes: `out`, or a folder on another disk."""
     number: int
     first: int
     items: list[tuple[int, Item]]
     """Source number and item."""
-    short_side: int
-    quality: int
+    form: "Form"
 
     def __str__(self) -> str:
         return f"shard {self.name} (inputs {self.first} to {self.first + len(self.items) - 1})"
@@ -71,6 +91,30 @@ class ShardTask:
     @property
     def manifest(self) -> Path:
         return self.out / "index" / f"{self.name}.json"
+
+    @property
+    def index(self) -> Path:
+        return self.out / "index" / f"{self.name}.parquet"
+
+    @property
+    def tar(self) -> Path:
+        return self.root / "shards" / f"{self.name}.tar"
+
+    @property
+    def raw(self) -> Path:
+        """uint8 [rows, side, side, 3]."""
+        return self.root / "raw" / f"{self.name}.npy"
+
+    def made(self) -> dict[str, Any] | None:
+        """The finished shard's manifest, or None where there is something to do."""
+        if not self.manifest.is_file():
+            return None
+        manifest: dict[str, Any] = json.loads(self.manifest.read_text(encoding="utf-8"))
+        sizes = {self.tar: manifest["bytes"]}
+        if self.form.raw is not None:
+            sizes[self.raw] = manifest["raw_bytes"]
+        whole = all(f.is_file() and f.stat().st_size == size for f, size in sizes.items())
+        return manifest if whole else None
 
 
 def make_shard(task: ShardTask, report: Callable[[int], None]) -> dict[str, Any]:
@@ -84,17 +128,18 @@ def make_shard(task: ShardTask, report: Callable[[int], None]) -> dict[str, Any]
 
     torch.set_num_threads(1)  # one process a core: threads inside would only wait for each other
     ImageFile.LOAD_TRUNCATED_IMAGES = False  # whatever else was imported
+    Image.MAX_IMAGE_PIXELS = task.form.max_pixels  # Pillow refuses what has twice as many
     rows: list[dict[str, Any]] = []
     rejects: list[dict[str, Any]] = []
     # A new run waits for this lock until the workers of a killed one have noticed and gone.
     with locked(task.out / "shards", fcntl.LOCK_SH):
-        with (
-            replacing(task.out / "shards" / f"{task.name}.tar") as partial,
-            partial.open("wb") as file,
-        ):
-            tar = TarWriter(file)
+        with ExitStack() as files:
+            tar = TarWriter(files.enter_context(_writing(task.tar)))
+            raw = None
+            if task.form.raw is not None:
+                raw = RawWriter(files.enter_context(_writing(task.raw)), task.form.raw)
             for position, (source, item) in enumerate(task.items):
-                made = _make_row(task, f"{task.first + position:09d}", source, item, tar)
+                made = _make_row(task, f"{task.first + position:09d}", source, item, tar, raw)
                 if isinstance(made, Reject):
                     rejects.append({"source": source, **vars(made)})
                 else:
@@ -102,13 +147,16 @@ def make_shard(task: ShardTask, report: Callable[[int], None]) -> dict[str, Any]
                 if (position + 1) % REPORT_EVERY == 0:
                     report(REPORT_EVERY)
             tar.close()
-        with replacing(task.out / "index" / f"{task.name}.parquet") as partial:
+            if raw is not None:
+                raw.close()
+        with replacing(task.index) as partial:
             pq.write_table(pa.Table.from_pylist(rows, INDEX), partial)
         manifest = {
             "inputs": len(task.items),
             "rows": len(rows),
             "bytes": tar.position,
             "blake2b": tar.digest.hexdigest(),
+            **({"raw_bytes": raw.position} if raw is not None else {}),
             "rejects": rejects,
         }
         write_text(task.manifest, json.dumps(manifest, ensure_ascii=False, indent=1) + "\n")
@@ -117,7 +165,12 @@ def make_shard(task: ShardTask, report: Callable[[int], None]) -> dict[str, Any]
 
 
 def _make_row(
-    task: ShardTask, key: str, source: int, item: Item, tar: "TarWriter"
+    task: ShardTask,
+    key: str,
+    source: int,
+    item: Item,
+    tar: "TarWriter",
+    raw: "RawWriter | None",
 ) -> dict[str, Any] | Reject:
     parent = parent_process()
     if parent is not None and not parent.is_alive():
@@ -127,12 +180,16 @@ def _make_row(
         return pair
     try:
         data = _read(pair)
-        decoded = images.decode(data)
-        pixels = images.resize_short_side(decoded.pixels, task.short_side)
+        decoded = images.decode(data, task.form.max_pixels)
+        pixels = images.fit_to(decoded.pixels, task.form.side, task.form.fit)
         reencode = decoded.reencode or pixels is not decoded.pixels
-        jpeg = images.encode_jpeg(pixels, task.quality) if reencode else images.strip_metadata(data)
+        pixels = images.to_srgb(pixels, decoded.profile)
+        quality = task.form.quality
+        jpeg = images.encode_jpeg(pixels, quality) if reencode else images.strip_metadata(data)
     except images.ImageError as error:
         return Reject(pair.key, pair.origin, str(error))
+    if raw is not None:
+        raw.add(images.to_srgb(_square(decoded.pixels, raw.side, task.form.fit), decoded.profile))
     text = "\n".join(pair.captions).encode()
     return {
         "key": key,
@@ -141,6 +198,7 @@ def _make_row(
         "origin": pair.origin,
         "captions": pair.captions,
         "group": pair.group,
+        "label": pair.label,
         "split": pair.split,
         "width": decoded.pixels.shape[1],
         "height": decoded.pixels.shape[0],
@@ -150,6 +208,7 @@ def _make_row(
         "reencoded": reencode,
         "pixel_hash": images.pixel_hash(pixels),
         "phash": images.phash(pixels),
+        "fine_hash": images.fine_hash(pixels),
         "image_offset": tar.add(f"{key}.jpg", jpeg),
         "image_length": len(jpeg),
         "text_offset": tar.add(f"{key}.txt", text),
@@ -161,12 +220,52 @@ def _read(pair: Pair) -> bytes:
     if isinstance(pair.image, bytes):
         return pair.image
     try:
-        return pair.image.read_bytes()
+        return read_file(pair.image, MAX_IMAGE)
     except FileNotFoundError:
         raise images.ImageError(f"no such file: {shown(pair.image)}") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = error.strerror if isinstance(error, OSError) else error
         raise images.ImageError(f"unreadable: {why}: {shown(pair.image)}") from None
+
+
+def _square(pixels: images.U8, side: int, fit: images.Fit) -> images.U8:
+    """[side, side, 3] what evaluation would make of the original: CLIP's own preprocessing."""
+    from pennyclip.data.loader import fit_square  # imports torch
+
+    if fit == "pad":
+        pixels = images.fit_to(pixels, side, fit)
+    return np.ascontiguousarray(fit_square(pixels, side).permute(1, 2, 0).numpy())
+
+
+@contextmanager
+def _writing(final: Path) -> Iterator[BinaryIO]:
+    with replacing(final) as partial, partial.open("w+b") as file:
+        yield file
+
+
+class RawWriter:
+    """A .npy file, uint8 [rows, side, side, 3], written row by row."""
+
+    def __init__(self, file: BinaryIO, side: int) -> None:
+        self._file = file
+        self.side = side
+        self._rows = 0
+        self._write_header()
+
+    def add(self, pixels: images.U8) -> None:
+        self._file.write(pixels.data)
+        self._rows += 1
+
+    def close(self) -> None:
+        self.position = self._file.tell()
+        self._file.seek(0)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        """NumPy leaves room in it, so that the number of rows may grow."""
+        shape = (self._rows, self.side, self.side, 3)
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
 
 
 class TarWriter:

@@ -4,10 +4,10 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from importlib.resources import files
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,10 @@ LATIN = re.compile(
 WORDS = regex.compile(
     r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+",
     regex.IGNORECASE,
+)
+# The same for a chunk of lower-case ASCII, where the standard library's faster engine will do.
+ASCII_WORDS = re.compile(
+    r"<start_of_text>|<end_of_text>|'s|'t|'re|'ve|'m|'ll|'d|[a-z]+|[0-9]|[^\sa-z0-9]+"
 )
 
 CACHE_SIZE = 1 << 18  # entries, about 45 MB. chosen: holds the words of most sets of captions
@@ -123,42 +127,37 @@ class ClipTokenizer:
             number = len(self._ids)
             self._merges[self._ids[left], self._ids[right]] = number
             self._ids[left + right] = number
-        self._special = {"<start_of_text>": [self.START], "<end_of_text>": [self.END]}
-        self._cache = dict(self._special)
+        self._ids |= {"<start_of_text></w>": self.START, "<end_of_text></w>": self.END}
+        self._known = _Chunks(self._encode_chunk)
 
     def encode(self, text: str) -> list[int]:
         """[START, ..., END]: ids of the whole caption."""
-        ids = [self.START]
-        cache = self._cache
-        for chunk in _clean(text).split():  # no word of WORDS holds white space
-            known = cache.get(chunk)
-            ids += self._encode_chunk(chunk) if known is None else known
-        ids.append(self.END)
-        return ids
+        chunks = _clean(text).split()  # no word of WORDS holds white space
+        return [self.START, *chain.from_iterable(map(self._known.__getitem__, chunks)), self.END]
 
-    def _encode_chunk(self, chunk: str) -> list[int]:
-        if len(self._cache) >= CACHE_SIZE:
-            self._cache = dict(self._special)
-        # Links and texts without spaces are hardly seen again: for them a cache to throw away.
-        cache = self._cache if len(chunk) <= CACHE_LENGTH else dict(self._special)
-        ids: list[int] = []
-        for word in WORDS.findall(chunk):
-            known = cache.get(word)
-            if known is None:
-                known = cache[word] = self._merge(word)
-            ids += known
-        cache[chunk] = ids
-        return ids
+    def _encode_chunk(self, chunk: str) -> tuple[int, ...]:
+        if not chunk.isascii():
+            words = WORDS.findall(chunk)
+        elif chunk.isalpha():
+            return self._merge(chunk)
+        else:
+            words = ASCII_WORDS.findall(chunk)
+        # A chunk of one word is the word; what is long would only fill the cache.
+        known = len(words) > 1 and len(chunk) <= CACHE_LENGTH
+        encode = self._known.__getitem__ if known else self._merge
+        return tuple(chain.from_iterable(map(encode, words)))
 
-    def _merge(self, word: str) -> list[int]:
-        letters = word.encode("utf-8").decode("latin-1").translate(self._letters)
+    def _merge(self, word: str) -> tuple[int, ...]:
+        letters = word
+        if not word.isascii():
+            letters = word.encode("utf-8").decode("latin-1").translate(self._letters)
         whole = self._ids.get(letters + "</w>")
         if whole is not None:  # the merges lead to every word of the vocabulary; a test shows it
-            return [whole]
+            return (whole,)
         ids = [self._ids[letter] for letter in letters]
         ids[-1] += 256
         merge, none = self._merges.get, self.vocab_size
-        found = [merge(pair, none) for pair in pairwise(ids)]
+        found = list(map(merge, pairwise(ids), repeat(none)))
         while found and (first := min(found)) < none:
             # The leftmost is enough: what needs the merged pair stands later in the ranks.
             at = found.index(first)
@@ -168,6 +167,21 @@ class ClipTokenizer:
                 found[at - 1] = merge((ids[at - 1], first), none)
             if at < len(found):
                 found[at] = merge((first, ids[at + 1]), none)
+        return tuple(ids)
+
+
+class _Chunks(dict[str, tuple[int, ...]]):
+    """Ids of the chunks met before; of another, they are worked out when it is looked up."""
+
+    def __init__(self, encode: Callable[[str], tuple[int, ...]]) -> None:
+        self._encode = encode
+
+    def __missing__(self, chunk: str) -> tuple[int, ...]:
+        ids = self._encode(chunk)
+        if len(chunk) <= CACHE_LENGTH:  # longer ones, such as links, are hardly met again
+            if len(self) >= CACHE_SIZE:
+                self.clear()
+            self[chunk] = ids
         return ids
 
 

@@ -77,7 +77,7 @@ def export(run: Path, to: str, out: Path, checkpoint: str = "best") -> Exported:
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
-    with (checkpoint.path / "model.safetensors").open("rb") as file:
+    with checkpoint.weights.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=12)).hexdigest()
 
 

@@ -26,47 +26,16 @@ from pennyclip.model.clip import CLIP
 from pennyclip.model.image import ImageTower
 from pennyclip.model.text_clip import NORM_EPS
 from pennyclip.model.text_transformers import TransformersTextTower
-from pennyclip.weights.layouts import ALL, TRANSFORMERS_IMAGE, TRANSFORMERS_TEXT, Rule
+from pennyclip.weights.dual_encoder import LINEAR
+from pennyclip.weights.layouts import (
+    BERT_TEXT,
+    TRANSFORMERS_IMAGE,
+    TRANSFORMERS_TEXT,
+    VIT_IMAGE,
+)
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
 BERTS = ("bert", "roberta", "xlm-roberta")  # their pooler is tanh(first token's state * W + b)
-LINEAR = 2.0**-16
-"""tanh(x) = x to 1 part in 10^8 for states up to 10 times this; a power of two rounds nothing.
-Chosen: small enough for that, and what the projection makes good for (65,536) fits float16."""
-
-_TRUNK = "visual.trunk"
-_LAYER, _BLOCK = r"vision_model\.encoder\.layer\.(\d+)", rf"{_TRUNK}.blocks.\1"
-_ENDING = r"(weight|bias)"
-
-
-def _part(key: str, name: str, put: tuple[int, int, int] = ALL) -> Rule:
-    return Rule(rf"{_LAYER}\.{key}\.{_ENDING}", rf"{_BLOCK}.{name}.\2", put=put)
-
-
-# transformers' ViTModel as image tower of a dual encoder.
-VIT = (
-    Rule(r"vision_model\.embeddings\.cls_token", f"{_TRUNK}.cls_token"),
-    Rule(r"vision_model\.embeddings\.position_embeddings", f"{_TRUNK}.pos_embed"),
-    Rule(
-        rf"vision_model\.embeddings\.patch_embeddings\.projection\.{_ENDING}",
-        rf"{_TRUNK}.patch_embed.proj.\1",
-    ),
-    _part("layernorm_before", "norm1"),
-    _part("layernorm_after", "norm2"),
-    *(
-        _part(rf"attention\.attention\.{part}", "attn.qkv", (i, i + 1, 3))
-        for i, part in enumerate(("query", "key", "value"))
-    ),
-    _part(r"attention\.output\.dense", "attn.proj"),
-    _part(r"intermediate\.dense", "mlp.fc1"),
-    _part(r"output\.dense", "mlp.fc2"),
-    Rule(rf"vision_model\.layernorm\.{_ENDING}", rf"{_TRUNK}.norm.\1"),
-    Rule(r"visual_projection\.weight", "visual.head.proj.weight"),
-)
-BERT = (
-    Rule(r"text_model\.(.+)", r"text.transformer.\1"),
-    Rule(r"text_projection\.weight", "text.proj.weight"),
-)
 
 
 def write(source: Source, folder: Path) -> Written:
@@ -149,7 +118,7 @@ def _image(tower: ImageTower, embed_dim: int) -> tuple[Any, dict[str, Tensor]]:
             "vision_model.pooler.dense.weight": torch.eye(vit.width),
             "vision_model.pooler.dense.bias": torch.zeros(vit.width),
         }
-        return config, renamed(state, VIT) | pooler
+        return config, renamed(state, VIT_IMAGE) | pooler
     config = CLIPVisionConfig(**_sizes(vit), projection_dim=embed_dim)
     return config, renamed(without_batch(state), TRANSFORMERS_IMAGE)
 
@@ -209,7 +178,7 @@ def _bert(
         )
     if text.head != "linear":
         raise Unlike(f"its text head is '{text.head}', transformers' dual encoder's is linear")
-    tensors = renamed(state, BERT)
+    tensors = renamed(state, BERT_TEXT)
     tensors["text_projection.weight"] = tensors["text_projection.weight"] / LINEAR
     width = config.hidden_size
     tensors["text_model.pooler.dense.weight"] = LINEAR * torch.eye(width)

@@ -25,7 +25,6 @@ from pennyclip.export.tokenizer import write_clip_tokenizer
 from pennyclip.export.written import FOLDER, Source, Written
 from pennyclip.model.clip import CLIP, TextTower
 from pennyclip.model.image import ImageTower
-from pennyclip.model.text_clip import ClipTextTower
 
 BATCHES = (1, 3)  # sizes at which a graph is checked; it is made at 2
 SINGLE_FILE = 2**31 - 2**24  # bytes of weights: a protobuf message ends at 2 GiB
@@ -48,8 +47,7 @@ class TextGraph(nn.Module):
     def __init__(self, tower: TextTower) -> None:
         super().__init__()
         self.tower = tower
-        if isinstance(tower, ClipTextTower):
-            tower.packed = False  # the shapes in a graph must not depend on the lengths
+        tower.packed = False  # the shapes in a graph must not depend on the lengths
 
     def forward(
         self, tokens: Int64[Tensor, "N L"], lengths: Int64[Tensor, " N"]

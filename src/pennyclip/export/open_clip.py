@@ -2,32 +2,34 @@
 
 Towers shaped like CLIP's own are written under open_clip's native names, which every version of it
 and many other tools read. All others keep the checkpoint's names (open_clip's `CustomTextCLIP`).
-open_clip builds a timm trunk as timm does by default; where ours differs (image size, activation,
-pooling), a timm configuration in `trunk/` says so, and it is found from the working folder only.
 """
 
 import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-import timm
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from pennyclip.checkpoint import TEXT_FILES, write_json
 from pennyclip.config import ClipText
+from pennyclip.encoder import make_tokenizer
 from pennyclip.errors import RequestError
 from pennyclip.export.names import renamed, without_batch
+from pennyclip.export.probe import TEXTS, captions
 from pennyclip.export.vit import Unlike, ViT, as_vit
 from pennyclip.export.written import FOLDER, Source, Written
-from pennyclip.model.activation import activation_of
 from pennyclip.model.clip import CLIP
-from pennyclip.model.image import ImageTower
-from pennyclip.model.text_clip import NORM_EPS
+from pennyclip.model.text_clip import NORM_EPS, ClipTextTower
 from pennyclip.weights.layouts import NATIVE_IMAGE, NATIVE_TEXT
-from pennyclip.weights.open_clip import open_clip_config
+from pennyclip.weights.open_clip import (
+    TRUNK,
+    open_clip_config,
+    open_clip_files,
+    trunk_arguments,
+)
 
-TRUNK = "trunk"
 Names = Literal["native", "two towers"]
 
 
@@ -40,7 +42,8 @@ def write(source: Source, folder: Path, names: Names | None = None) -> Written:
         names: unset: native where the towers allow it.
 
     Raises:
-        RequestError: native names were asked for, and the towers are not CLIP's own.
+        RequestError: native names were asked for, and the towers are not CLIP's own; or open_clip
+            would feed the model other tokens.
     """
     model = source.model
     try:
@@ -51,10 +54,16 @@ def write(source: Source, folder: Path, names: Names | None = None) -> Written:
                 f"this model cannot have open_clip's native names: {reason}. Leave names out."
             ) from reason
         vit = None
-    config = open_clip_config(model)
+    files = open_clip_files(model, source.checkpoint)
     state = {name: value.contiguous() for name, value in model.state_dict().items()}
     if vit is not None:
-        config["model_cfg"] = _native_config(vit, config["model_cfg"])
+        config = open_clip_config(model)
+        files = {
+            "open_clip_config.json": {
+                **config,
+                "model_cfg": _native_config(vit, config["model_cfg"]),
+            }
+        }
         rules = (*NATIVE_IMAGE, *NATIVE_TEXT)  # the last rule of the texts fits any name
         scale = {"logit_scale": state.pop("logit_scale")}
         state = renamed(without_batch(state), rules) | scale
@@ -62,19 +71,20 @@ def write(source: Source, folder: Path, names: Names | None = None) -> Written:
     for name in TEXT_FILES:
         if (source.checkpoint / name).is_file():
             shutil.copyfile(source.checkpoint / name, folder / name)
-
+    for name, tree in files.items():
+        write_json(folder / name, tree)
     notes = []
-    arguments = {} if vit is not None else _trunk_arguments(model.visual)
+    arguments = {} if vit is not None else trunk_arguments(model.visual)
     if arguments:
-        config["model_cfg"]["vision_cfg"]["timm_model_name"] = f"local-dir:{TRUNK}"
-        (folder / TRUNK).mkdir()
-        write_json(folder / TRUNK / "config.json", _timm_config(model.visual, arguments))
         told = ", ".join(f"{key} {value}" for key, value in arguments.items())
         notes.append(f"The image tower is not timm's default ({told}): {TRUNK}/ tells open_clip.")
-    write_json(folder / "open_clip_config.json", config)
     if vit is None:  # so that pennyclip opens it again too
         shutil.copyfile(source.checkpoint / "meta.json", folder / "meta.json")
-    beside = bool(arguments) or not isinstance(model.config.text, ClipText)
+    text = model.config.text
+    own_tokens = isinstance(text, ClipText) and text.tokenizer is not None
+    if own_tokens:
+        _check_tokenizer(source, folder)
+    beside = bool(arguments) or own_tokens or not isinstance(text, ClipText)
     if beside:
         notes.append(
             "open_clip looks for parts of this model in the working folder: load it from inside."
@@ -124,35 +134,34 @@ def _native_config(vit: ViT, two_towers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trunk_arguments(tower: ImageTower) -> dict[str, Any]:
-    """What timm must be told, beyond the model's name, to build the same trunk."""
-    config = tower.config
-    arguments: dict[str, Any] = {}
-    with torch.device("meta"):
-        default = timm.create_model(config.name, num_classes=0)
-        if config.image_size != default.pretrained_cfg["input_size"][-1]:
-            try:
-                timm.create_model(config.name, num_classes=0, img_size=config.image_size)
-                arguments["img_size"] = config.image_size
-            except TypeError:
-                pass  # a convolutional network: fits every size
-    if config.activation != activation_of(default):
-        arguments["act_layer"] = config.activation
-    if config.pool and config.pool != getattr(default, "global_pool", config.pool):
-        arguments["global_pool"] = config.pool  # another pooling has its norm in another place
-    return arguments
+def _check_tokenizer(source: Source, folder: Path) -> None:
+    """Compare the ids that open_clip's tokenizer makes of captions with ours.
 
-
-def _timm_config(tower: ImageTower, arguments: dict[str, Any]) -> dict[str, Any]:
-    """timm's own file for a model with arguments of its own."""
-    return {
-        "architecture": tower.config.name.split(".")[0],
-        "num_classes": 0,
-        "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [3, tower.image_size, tower.image_size],
-            "mean": list(tower.config.mean or ()),
-            "std": list(tower.config.std or ()),
-            "num_classes": 0,
-        },
-    }
+    Raises:
+        RequestError: they differ, or transformers, which it needs, is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise RequestError(
+            "open_clip reads this model's tokenizer with the package transformers, which is not "
+            "installed. Install it with: pip install 'pennyclip[hf]'"
+        ) from error
+    model = source.model
+    tokens, lengths = captions(make_tokenizer(model.config, source.checkpoint))
+    length = model.text.context_length
+    found = AutoTokenizer.from_pretrained(folder)(
+        list(TEXTS), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+    ).input_ids
+    real = torch.arange(length) < lengths[:, None]
+    expected = F.pad(tokens, (0, length - tokens.shape[1]))
+    if isinstance(model.text, ClipTextTower) and model.text.pad_id is not None:
+        expected = expected.masked_fill(~real, model.text.pad_id)  # SigLIP's tower reads it
+        real = torch.ones_like(real)
+    if not torch.equal(found[real], expected[real]):
+        raise RequestError(
+            f"open_clip would feed this model other tokens than pennyclip: its tokenizer makes "
+            f"{found[0].tolist()} of '{TEXTS[0]}', and expected are {expected[0].tolist()}. Is "
+            "the padding token in tokenizer_config.json the model's (model.text.pad_id)? Export "
+            "with --to onnx instead, where lengths say what is padding."
+        )

@@ -27,7 +27,6 @@ class Features:
     """exp(logit_scale): the only place where the temperature enters."""
     bias: Float[Tensor, ""] | None
     groups: Int64[Tensor, " M"]
-    rows: Int64[Tensor, " M"]
 
     @property
     def own(self) -> slice:

@@ -48,6 +48,10 @@ class CLIP(nn.Module):
         """What would build this model again, with all that was left open filled in."""
         return replace(self._config, image=self.visual.config)
 
+    def set_head_dropout(self, share: float) -> None:
+        """Drop another share of the trunks' features before the heads from now on."""
+        self._config = replace(self._config, head_dropout=share)
+
     @torch.no_grad()
     def start_logits(self, scale: float, bias: float) -> None:
         """Set the factor between cosines and logits, and the bias where the model has one."""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import replace
+from typing import ClassVar
 
 import timm
 import torch
@@ -14,7 +15,9 @@ from pennyclip.config import ImageTower as ImageConfig
 from pennyclip.errors import RequestError
 from pennyclip.model.activation import activation_of, set_activation
 from pennyclip.model.attention import attention_context
+from pennyclip.model.cut import cut
 from pennyclip.model.masking import install_selection, selecting
+from pennyclip.model.weight_dtype import weight_dtype
 
 
 class ImageTower(nn.Module):
@@ -23,6 +26,8 @@ class ImageTower(nn.Module):
     Names follow open_clip's `TimmModel`: `trunk.*` is timm's, `head.*` is ours.
     """
 
+    head_names: ClassVar[tuple[str, ...]] = ("head.",)
+    """How the names of the head's parameters begin; all others are the trunk's."""
     mean: Tensor
     std: Tensor
 
@@ -131,11 +136,41 @@ class ImageTower(nn.Module):
         if keep is not None:
             assert self.training, "images are never masked in evaluation"
             assert self.selection is not None, "patches() has refused this tower"
-        with selecting(self.selection, keep), attention_context(images):
-            return self.trunk(self.normalize(images))
+        dtype = weight_dtype(self.trunk)
+        with selecting(self.selection, keep), attention_context(images, dtype):
+            return self.trunk(self.normalize(images).to(dtype))
+
+    @property
+    def enterable(self) -> bool:
+        """Whether `prefix` and `suffix` exist for this trunk."""
+        return cut(self.trunk) is not None
+
+    def prefix(self, images: UInt8[Tensor, "B 3 H W"], layers: int) -> Float[Tensor, "B ..."]:
+        """The state behind the first of `layers()`: tokens [B, L, W] or a map [B, C, h, w]."""
+        parts = cut(self.trunk)
+        assert parts is not None, "enterable has said no"
+        dtype = weight_dtype(self.trunk)
+        with attention_context(images, dtype):
+            x = parts.before(self.normalize(images).to(dtype))
+            for block in parts.blocks[: layers - 1]:
+                x = block(x)
+        return x
+
+    def suffix(self, state: Float[Tensor, "B ..."], layers: int) -> Float[Tensor, "B W"]:
+        """`features`, from what `prefix` made of the same images."""
+        parts = cut(self.trunk)
+        assert parts is not None, "enterable has said no"
+        dtype = weight_dtype(self.trunk)
+        x = state.to(dtype)
+        if x.ndim == 4:
+            x = x.contiguous(memory_format=self.memory_format)
+        with attention_context(x, dtype):
+            for block in parts.blocks[layers - 1 :]:
+                x = block(x)
+            return parts.after(x)
 
     def project(self, features: Float[Tensor, "B W"]) -> Float[Tensor, "B D"]:
-        return self.head(features)
+        return self.head(features.to(weight_dtype(self.head)))
 
     def forward(
         self, images: UInt8[Tensor, "B 3 H W"], keep: Int64[Tensor, "B K"] | None = None

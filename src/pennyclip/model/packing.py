@@ -9,10 +9,11 @@ Shapes: B captions, L padded length, T tokens in the stream, H heads, C channels
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 try:
@@ -39,6 +40,12 @@ class Layout:
     ends: Int64[Tensor, " B"]
     """Where the end token of each caption stands in the stream."""
 
+    @cached_property
+    def real(self) -> Bool[Tensor, "B L"]:
+        """Where there is a token."""
+        lengths = self.ends + 1 - self.starts[:-1]
+        return torch.arange(self.length, device=lengths.device) < lengths[:, None]
+
     def pack(self, x: Tensor) -> Tensor:
         """[B, L, ...] to the stream [T, ...]."""
         x = x.flatten(0, 1)
@@ -51,9 +58,13 @@ class Layout:
         return x.view(self.captions, self.length, *x.shape[1:])
 
 
-def packed(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout:
+Padded = Int64[Tensor, "B L"] | Float[Tensor, "B L W"]
+"""Tokens or their states."""
+
+
+def packed(tokens: Padded, lengths: Int64[Tensor, " B"]) -> Layout:
     """The real tokens only. Waits for the device once, unless `lengths` are on the host."""
-    captions, length = tokens.shape
+    captions, length = tokens.shape[:2]
     device, lengths = tokens.device, lengths.cpu()
     real = torch.arange(length) < lengths[:, None]
     after = lengths.cumsum(0)
@@ -66,10 +77,10 @@ def packed(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout
     )
 
 
-def padded(tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]) -> Layout:
+def padded(tokens: Padded, lengths: Int64[Tensor, " B"]) -> Layout:
     """Every place, padding too: shapes that don't depend on the lengths."""
     lengths = lengths.to(tokens.device)
-    captions, length = tokens.shape
+    captions, length = tokens.shape[:2]
     firsts = torch.arange(captions + 1, device=tokens.device) * length
     return Layout(captions, length, None, firsts.int(), firsts[:-1] + lengths - 1)
 
@@ -85,6 +96,25 @@ def causal_attention(qkv: Float[Tensor, "T 3 H C"], layout: Layout) -> Float[Ten
         return result
     q, k, v = layout.pad(qkv).permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return layout.pack(out.transpose(1, 2))
+
+
+def full_attention(
+    q: Float[Tensor, "T H C"],
+    k: Float[Tensor, "T H C"],
+    v: Float[Tensor, "T H C"],
+    layout: Layout,
+    dropout: float = 0.0,
+) -> Float[Tensor, "T H C"]:
+    """Each token attends to all of its caption. `dropout`: the share of the weights left out."""
+    if _variable_length(q) and layout.places is not None and dropout == 0:
+        starts, longest = layout.starts, layout.length
+        result = varlen.varlen_attn(q, k, v, starts, starts, longest, longest)
+        assert isinstance(result, Tensor)
+        return result
+    q, k, v = (layout.pad(x).transpose(1, 2) for x in (q, k, v))
+    mask = layout.real[:, None, None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return layout.pack(out.transpose(1, 2))
 
 

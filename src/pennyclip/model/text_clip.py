@@ -7,6 +7,7 @@ ours are the same files.
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from pennyclip.config import ClipText
 from pennyclip.model.attention import attention_context
 from pennyclip.model.packing import Layout, causal_attention, packed, padded
+from pennyclip.model.weight_dtype import weight_dtype
 
 
 class QuickGELU(nn.Module):
@@ -91,8 +93,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.resblocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
-    def forward(self, x: Float[Tensor, "T W"], layout: Layout) -> Float[Tensor, "T W"]:
-        for block in self.resblocks:
+    def forward(
+        self, x: Float[Tensor, "T W"], layout: Layout, which: slice = slice(None)
+    ) -> Float[Tensor, "T W"]:
+        for block in self.resblocks[which]:
             x = block(x, layout)
         return x
 
@@ -100,6 +104,10 @@ class Transformer(nn.Module):
 class ClipTextTower(nn.Module):
     """Token ids to embeddings; `forward` is `project` of `features`."""
 
+    head_names: ClassVar[tuple[str, ...]] = ("text_projection",)
+    """How the names of the head's parameters begin; all others are the trunk's."""
+    enterable: ClassVar[bool] = True
+    """Whether `prefix` and `suffix` exist for this tower."""
     packed: bool = True
     """Compute real tokens only. Exports switch it off: their shapes must not depend on lengths."""
 
@@ -146,14 +154,45 @@ class ClipTextTower(nn.Module):
         Padding stands behind the end token, where a causal caption cannot see it: whether it is
         computed changes nothing.
         """
+        x, layout = self._embedded(tokens, lengths)
+        with attention_context(tokens, weight_dtype(self.transformer)):
+            x = self.transformer(x, layout)
+        return self.ln_final(x[layout.ends])
+
+    def _embedded(
+        self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]
+    ) -> tuple[Float[Tensor, "T W"], Layout]:
+        """What goes into the blocks."""
         if self.pad_id is not None:
             tokens, lengths = self._fill_up(tokens, lengths, self.pad_id)
         layout = packed(tokens, lengths) if self.packed else padded(tokens, lengths)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.token_embedding(layout.pack(tokens))
-        x = x + F.embedding(layout.pack(positions), self.positional_embedding)
-        with attention_context(tokens):
-            x = self.transformer(x, layout)
+        return x + F.embedding(layout.pack(positions), self.positional_embedding), layout
+
+    def visible(self, lengths: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+        """How many states of each caption count: SigLIP's tower sees padding too."""
+        return lengths if self.pad_id is None else torch.full_like(lengths, self.context_length)
+
+    def prefix(
+        self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"], layers: int
+    ) -> Float[Tensor, "B S W"]:
+        """The states behind the first of `layers()`; without meaning where there is no token.
+
+        S is L, or the full context length where padding is seen.
+        """
+        x, layout = self._embedded(tokens, lengths)
+        with attention_context(tokens, weight_dtype(self.transformer)):
+            return layout.pad(self.transformer(x, layout, slice(0, layers - 1)))
+
+    def suffix(
+        self, states: Float[Tensor, "B S W"], lengths: Int64[Tensor, " B"], layers: int
+    ) -> Float[Tensor, "B W"]:
+        """`features`, from what `prefix` made of the same captions, and their `visible` lengths."""
+        layout = packed(states, lengths) if self.packed else padded(states, lengths)
+        dtype = weight_dtype(self.transformer)
+        with attention_context(states, dtype):
+            x = self.transformer(layout.pack(states).to(dtype), layout, slice(layers - 1, None))
         return self.ln_final(x[layout.ends])
 
     def _fill_up(
@@ -167,12 +206,13 @@ class ClipTextTower(nn.Module):
         real = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         tokens = tokens.masked_fill(~real, pad_id)
         missing = self.context_length - tokens.shape[1]
-        lengths = torch.full_like(lengths, self.context_length)
-        return F.pad(tokens, (0, missing), value=pad_id), lengths
+        return F.pad(tokens, (0, missing), value=pad_id), self.visible(lengths)
 
     def project(self, features: Float[Tensor, "B W"]) -> Float[Tensor, "B D"]:
         head = self.text_projection
-        return head(features) if isinstance(head, nn.Linear) else features @ head
+        if isinstance(head, nn.Linear):
+            return head(features.to(head.weight.dtype))
+        return features.to(head.dtype) @ head
 
     def forward(
         self, tokens: Int64[Tensor, "B L"], lengths: Int64[Tensor, " B"]

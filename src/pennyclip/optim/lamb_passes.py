@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from pennyclip.optim.rounding import NOISE, stochastic
+
 # Chosen: a piece's tensors (2 MiB each in float32) stay in the cache over its operations. Pieces
 # also keep the norm right: torch 2.14 adds up squares in long float32 runs on CPU and is off by
 # 3e-3 over the 25 M weights of a token embedding, by 8e-6 in pieces of this size.
@@ -166,18 +168,14 @@ def second_pass(batch: Batch, first: First, factors: Tensor) -> None:
 
 
 def _noise(entry: Entry) -> Tensor | None:
-    """Uniform int32 in [0, 2^16), shaped as the parameter; None: round to nearest."""
+    """Noise of `stochastic`, shaped as the parameter; None: round to nearest."""
     if entry.noise_seed is None:
         return None
     p = entry.tensors[0]
     generator = torch.Generator(p.device).manual_seed(entry.noise_seed)
-    return torch.empty_like(p, dtype=torch.int32).random_(0, 2**16, generator=generator)
+    return torch.empty_like(p, dtype=torch.int32).random_(0, NOISE, generator=generator)
 
 
 def _round_into(p: Tensor, x: Tensor, noise: Tensor | None) -> None:
-    """Write x to p. With noise, stochastically, float32 -> bfloat16 with the expectation of x: add
-    noise below the 16 bits kept, cut them. A NaN stays: the sum could carry it over into a zero."""
-    if noise is not None:
-        bits = (x.view(torch.int32) + noise) & -(2**16)
-        x = torch.where(x.isnan(), x, bits.view(torch.float32))
-    p.copy_(x)
+    """Write x to p, rounded stochastically where there is noise, else to nearest."""
+    p.copy_(x if noise is None else stochastic(x, noise))

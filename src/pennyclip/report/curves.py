@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from pennyclip.report.markup import Html, note, section, tag
-from pennyclip.report.plots import Series, chart, spread
+from pennyclip.report.plots import COLOURS, Series, chart, spread
 from pennyclip.report.run import DIRECTIONS, Run, chance, recall
 from pennyclip.report.words import number, percent
 from pennyclip.telemetry.metrics import Record, rates_by_part
@@ -16,11 +16,8 @@ WORDS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 def curves(run: Run) -> Html:
     """The section of all curves that this run has records for."""
     train = run.kind("train")
-    figures = [
-        draw(run, train)
-        for draw in (_loss, _recall, _accuracy, _temperature, _rates, _norms, _throughput, _wait)
-        if draw is _recall or train
-    ]
+    ways = [_loss, _recall, _accuracy, _temperature, _rates, _norms, _trust, _throughput, _wait]
+    figures = [draw(run, train) for draw in ways if draw is _recall or train]
     drawn = [figure for figure in figures if figure]
     intro = note(
         "One step is one update of the weights. Curves with many points show the mean, and the "
@@ -68,7 +65,9 @@ def _loss(run: Run, train: list[Record]) -> Html | None:
     if broken:
         verb = "records had" if broken > 1 else "record had"
         warning = tag("strong", f" {broken} {verb} a loss that is not a finite number.")
-    return figure("Loss", chart([curve], "loss (nats)", level=level), caption, warning)
+    backs = [r["step"] for r in run.kind("event") if r.get("name") == "rolled back"]
+    mark = (backs, "rolled back") if backs else None
+    return figure("Loss", chart([curve], "loss (nats)", level=level, mark=mark), caption, warning)
 
 
 def _recall(run: Run, _: list[Record]) -> Html | None:
@@ -172,6 +171,31 @@ def _norms(run: Run, train: list[Record]) -> Html | None:
         chart([curve], "norm before clipping", level=level, log=spread(curve.values) >= LOG_ABOVE),
         "Length of the gradient over all parameters; beyond the line it is shortened to it. A "
         f"curve that keeps climbing announces trouble.{share}",
+    )
+
+
+def _trust(run: Run, train: list[Record]) -> Html | None:
+    """LAMB's ratios, of the groups that decay: the others' vectors say little."""
+    records = [record for record in train if isinstance(record.get("trust_ratio"), dict)]
+    groups = [g for record in records for g in record["trust_ratio"] if "no_decay" not in g]
+    drawn = [
+        Series(
+            group,
+            [record["step"] for record in records],
+            [number(record["trust_ratio"].get(group)) for record in records],
+            colour % len(COLOURS),
+        )
+        for colour, group in enumerate(dict.fromkeys(groups))
+    ]
+    if not drawn:
+        return None
+    values = [value for curve in drawn for value in curve.values if value > 0]
+    return figure(
+        "Trust ratio",
+        chart(drawn, "|weights| / |update|", log=bool(values) and spread(values) >= LOG_ABOVE),
+        "LAMB makes each tensor's step as long as its weights, times the rate: by this the update "
+        "is multiplied (the median over the tensors of a group). A ratio that falls towards 0 "
+        "marks weights that shrink or gradients that explode.",
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from pennyclip.report.markup import Html, join, note, pairs, section, table, tag
 from pennyclip.report.run import Run, timeline
 from pennyclip.report.words import flat, number, percent, plain
+from pennyclip.telemetry.events import REMEDIES
 
 COUNTS = {
     "inputs": "pictures found",
@@ -18,12 +19,21 @@ COUNTS = {
 
 def events(run: Run) -> Html:
     """Everything out of the ordinary, in order."""
-    rows = []
+    rows, told = [], set[str]()
     for step, name, message, evidence in timeline(run):
         facts = ", ".join(f"{key} {plain(value)}" for key, value in flat(evidence)) or None
-        rows.append((f"{step:,}", name, join(message, facts and tag("small", facts))))
+        do = None if name in told else REMEDIES.get(name)
+        told.add(name)
+        rows.append(
+            (
+                f"{step:,}",
+                name,
+                join(message, facts and tag("small", facts), do and tag("small", f"To do: {do}")),
+            )
+        )
     explanation = note(
-        "Resumes, stops, and whatever was noticed on the way (skipped updates, changed rates)."
+        "Resumes, stops, and whatever was noticed on the way (skipped updates, changed rates); at "
+        "the first of each kind, what to do."
     )
     body = table(("step", "event", "what happened"), rows) if rows else note("None.")
     return section("events", "Events", explanation, body)
@@ -69,7 +79,7 @@ def weights(run: Run) -> Html:
     rows = [
         (
             entry.get("tower"),
-            tag("code", entry.get("file")),
+            join(tag("code", entry.get("file")), _origin(entry)),
             plain(entry.get("loaded")),
             plain(entry.get("new")),
             plain(entry.get("dropped")),
@@ -81,9 +91,46 @@ def weights(run: Run) -> Html:
     explanation = note(
         "Tensors of the file that found their place, tensors of the tower that start at random "
         "because the file has none, and tensors of the file that are of no use here. The share is "
-        "of the tower’s parameters."
+        "of the tower’s parameters, without its head."
     )
-    return section("weights", title, explanation, table(header, rows, numbers=4))
+    layers = tag("div", *map(_layers, entries), class_="columns")
+    return section("weights", title, explanation, table(header, rows, numbers=4), layers)
+
+
+def _origin(entry: dict[str, Any]) -> Html | None:
+    """What the file was trained for and how its keys are named, as far as it was recorded."""
+    told = [f"trained: {entry['trained']}"] if "trained" in entry else []
+    told += [f"names: {entry['layout']}"] if "layout" in entry else []
+    return tag("small", "; ".join(told)) if told else None
+
+
+def _layers(entry: dict[str, Any]) -> Html | None:
+    """How much of each layer of a tower was loaded, and what became of other keys; folded."""
+    layers = [layer for layer in entry.get("layers") or [] if layer["values"]]
+    if not layers:
+        return None
+    random = [layer["name"] for layer in layers if layer["loaded"] < layer["values"]]
+    rows = [
+        (layer["name"], _bar(share := layer["loaded"] / layer["values"]),
+         plain(layer["values"]), percent(share))
+        for layer in layers
+    ]  # fmt: skip
+    told = [(key, method) for key, method in (entry.get("resampled") or {}).items()]
+    told += [(f"{n} keys", reason) for reason, n in (entry.get("reasons") or {}).items()]
+    state = f"not whole: {', '.join(random)}" if random else "all of them whole"
+    return tag(
+        "div",
+        tag(
+            "details",
+            tag("summary", f"{entry.get('tower')}, {len(layers)} parts, {state}"),
+            table(("layer", "", "numbers", "loaded"), rows, numbers=2),
+            pairs(told) if told else None,
+        ),
+    )
+
+
+def _bar(share: float) -> Html:
+    return tag("div", tag("i", style=f"width:{100 * share:.1f}%"), class_="bar")
 
 
 def configuration(run: Run) -> Html:

@@ -41,8 +41,10 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     return write_page(f"{read.name}: pennyclip report", sections, out or run / "report.html")
 
 
-def write_page(title: str, sections: tuple[Html, ...], out: Path) -> Path:
-    """Write a whole document."""
+def write_page(
+    title: str, sections: tuple[Html, ...], out: Path, footer: Html | None = None
+) -> Path:
+    """Write a whole document; unset, the footer says when it was drawn from a run's metrics."""
     css = (Path(__file__).parent / "report.css").read_text(encoding="utf-8")
     document = join(
         Html("<!doctype html>\n"),
@@ -56,7 +58,7 @@ def write_page(title: str, sections: tuple[Html, ...], out: Path) -> Path:
                 tag("title", title),
                 tag("style", Html(css)),
             ),
-            tag("body", tag("main", *sections), _footer()),
+            tag("body", tag("main", *sections), footer or _footer()),
             lang="en",
         ),
     )

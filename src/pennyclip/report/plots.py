@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -17,6 +18,7 @@ from pennyclip.report.markup import Html
 COLOURS = ("#0b6e8f", "#d1603d", "#4c8c4a", "#8a5a9e", "#b8901f", "#5f6b76")
 """Chosen: apart for the colour-blind, and in grey print by their order."""
 BINS = 300  # chosen: about two pixels a bin on the page
+BARS = 60  # of a histogram. chosen: as many as can be told apart
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: sharp, selectable, in the page's own font
     "svg.hashsalt": "pennyclip",  # the same run, the same bytes
@@ -63,7 +65,7 @@ def chart(
     percent: bool = False,
     log: bool = False,
     level: tuple[float, str] | None = None,
-    mark: tuple[int, str] | None = None,
+    mark: tuple[int | Sequence[int], str] | None = None,
     points: bool = False,
 ) -> Html:
     """Draw curves over one axis of steps.
@@ -73,7 +75,7 @@ def chart(
         percent: values are shares of 1 and are labelled in per cent.
         log: the vertical axis is logarithmic; values of zero and below are left out.
         level: a horizontal line (chance, a limit) with its name.
-        mark: a step to point out with its name.
+        mark: a step to point out, or several, with their name.
         points: each value is a dot, for few and far between measurements.
     """
     with matplotlib.rc_context(STYLE):
@@ -84,7 +86,9 @@ def chart(
         if level:
             axis.axhline(level[0], color="#7c8790", linewidth=1.1, dashes=(5, 3), label=level[1])
         if mark:
-            axis.axvline(mark[0], color="#7c8790", linewidth=1.1, dashes=(1, 2), label=mark[1])
+            steps = [mark[0]] if isinstance(mark[0], int) else mark[0]
+            for step, label in zip(steps, [mark[1], *[None] * len(steps)], strict=False):
+                axis.axvline(step, color="#7c8790", linewidth=1.1, dashes=(1, 2), label=label)
         if log:
             axis.set_yscale("log")
             axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
@@ -101,6 +105,33 @@ def chart(
         axis.set_ylabel(unit)
         if len(series) > 1 or level or mark:
             figure.legend(loc="outside upper left", ncols=3, handlelength=2.2, columnspacing=1.4)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return _inline(buffer.getvalue())
+
+
+def histogram(
+    values: npt.ArrayLike, unit: str, what: str, mark: tuple[float, str] | None = None
+) -> Html:
+    """Draw how often values occur, over equal intervals from the smallest to the largest.
+
+    Args:
+        unit: what the horizontal axis shows.
+        what: what is counted, for the vertical axis.
+        mark: a value to point out with its name.
+    """
+    values = np.asarray(values, float)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+        axis = figure.subplots()
+        axis.hist(values, bins=BARS, color=COLOURS[0], alpha=0.75)
+        if mark:
+            axis.axvline(mark[0], color=COLOURS[1], linewidth=1.4, label=mark[1])
+            figure.legend(loc="outside upper left", handlelength=1.6)
+        axis.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
+        axis.set_xlabel(unit)
+        axis.set_ylabel(what)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return _inline(buffer.getvalue())

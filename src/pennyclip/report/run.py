@@ -139,7 +139,11 @@ class Run:
         if ends and ends[-1].get("reason") == "finished":
             return "done", "finished"
         if ends:
-            return "stopped", f"stopped at step {ends[-1]['step']:,}: {ends[-1].get('reason')}"
+            why = ends[-1].get("reason")
+            causes = [r["message"] for r in last if r.get("name") == "stopped" and "message" in r]
+            if causes:
+                why = causes[-1]
+            return "stopped", f"stopped at step {ends[-1]['step']:,}: {why}"
         if not self.records:
             return "open", "nothing recorded yet"
         return "open", f"still going, or killed, at step {self.steps:,}"

@@ -8,10 +8,13 @@ Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By ki
                 grad_norm (before clipping), clipped (share of updates), accuracy (in the batch),
                 candidates (pairs a row is told apart from, itself included), samples_per_second,
                 input_wait (share of the time), seconds, skipped (batches of the run from which no
-                update was made); in fp16 also loss_scale, overflows (in the run)
+                update was made or kept), image_cosine and text_cosine (mean over different pairs of
+                the batch: 1 where all embeddings are one), micro_batch (pairs in the towers at a
+                time); in fp16 also loss_scale, overflows (in the run); under LAMB trust_ratio by
+                group
     eval        split, metrics by name; `checkpoint` where it was made after the run
     checkpoint  path, seconds
-    event       name, message, evidence
+    event       name, message, and evidence by name: rows, tensor, ... (names: `events.py`)
     end         reason: "finished", "signal SIGTERM", ...
 """
 
@@ -50,6 +53,8 @@ class Metrics:
                 with replacing(self.path) as partial:
                     partial.write_bytes(content)
         self._file = self.path.open("ab")
+        self.step = resume_step or 0
+        """Of the last record."""
 
     def log(self, kind: str, step: int, **fields: Any) -> None:
         """Append one record. Numbers that are not finite become "nan", "inf" or "-inf".
@@ -57,6 +62,7 @@ class Metrics:
         Raises:
             RunError: the line could not be written.
         """
+        self.step = step
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         try:
             self._file.write(_line({"kind": kind, "step": step, "time": now} | fields))
@@ -101,21 +107,24 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
 
 def _line(record: Record) -> bytes:
     # ASCII only: a file name that is not valid Unicode cannot make the write fail.
-    return json.dumps(_plain(record), allow_nan=False).encode("ascii") + b"\n"
+    return json.dumps(plain(record), allow_nan=False).encode("ascii") + b"\n"
 
 
-def _plain(value: Any) -> Any:
-    """Strict JSON: JSON knows no number that is not finite, and no array scalar."""
+def plain(value: Any) -> Any:
+    """Strict JSON: JSON knows no number that is not finite, and no array scalar.
+
+    Such numbers become "nan", "inf" or "-inf".
+    """
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if hasattr(value, "item"):  # a numpy or torch scalar
-        return _plain(value.item())
+        return plain(value.item())
     return value
 
 

@@ -11,7 +11,13 @@ from pennyclip.weights.load import load_tower
 from pennyclip.weights.match import Match
 from pennyclip.weights.packages import locate, packaged
 from pennyclip.weights.read import WeightsFile, read_weights
-from pennyclip.weights.statements import Statements, read_statements, resolve_image, resolve_text
+from pennyclip.weights.statements import (
+    Statements,
+    read_statements,
+    resolve_image,
+    resolve_text,
+    unsaid_activation,
+)
 
 
 def text_folder(config: Model) -> Path | None:
@@ -61,6 +67,7 @@ def build(
             if reference == getattr(config.text, "name", None):
                 file = replace(file, name=f"{reference}/{file.path.name}")
             files[reference] = (file, read_statements(file))
+    asked = config
     if image_reference is not None:
         file, said = files[image_reference]
         config = replace(config, image=resolve_image(config.image, said, file.name))
@@ -81,10 +88,11 @@ def build(
                 model,
                 "image",
                 file,
-                trained=said.trained,
+                said=said,
                 layout=package.layout if package else None,
                 drop_keys=config.image.drop_keys,
                 new_keys=config.image.new_keys,
+                note=unsaid_activation(asked.image, said, file),
             )
         )
     if text_reference is not None:
@@ -94,10 +102,11 @@ def build(
                 model,
                 "text",
                 file,
-                trained=said.trained,
+                said=said,
                 drop_keys=config.text.drop_keys,
                 new_keys=config.text.new_keys,
                 with_temperature=text_reference == image_reference,
+                note=unsaid_activation(asked.text, said, file),
             )
         )
     for match in matches:

@@ -16,7 +16,12 @@ from pennyclip.weights.layouts import Tower, matching, recognise
 from pennyclip.weights.load import load_tower
 from pennyclip.weights.packages import locate, packaged
 from pennyclip.weights.read import WeightsFile, read_weights
-from pennyclip.weights.statements import read_statements, resolve_image, resolve_text
+from pennyclip.weights.statements import (
+    read_statements,
+    resolve_image,
+    resolve_text,
+    unsaid_activation,
+)
 from pennyclip.weights.table import render
 
 CLIP_TEXT = "clip-text"
@@ -44,21 +49,24 @@ def inspect_weights(file: str, tower: str) -> tuple[str, dict[str, Any]]:
     text: ClipText | TransformersText = ClipText(width=HEAD_DIM, layers=1, heads=1)
     image = ImageTower(name="vit_tiny_patch16_224")
     width = 512
-    folder = None
+    folder = note = None
     if kind == "image":
+        note = unsaid_activation(ImageTower(name=tower), said, source)
         image = resolve_image(ImageTower(name=tower), said, source.name)
         width, image = _head(source, image)
     elif tower == CLIP_TEXT:
         text, width = _clip_text(source)
+        if said.text_heads:
+            text = replace(text, heads=said.text_heads)
+        note = unsaid_activation(text, said, source)
         text = resolve_text(text, said, source.name)
     else:
         folder = locate(tower)
         text = TransformersText(name=tower)
     with torch.device("meta"):
         model = CLIP(Model(image=image, text=text, embed_dim=width), folder)
-    match = load_tower(
-        model, kind, source, trained=said.trained, layout=package.layout if package else None
-    )
+    layout = package.layout if package else None
+    match = load_tower(model, kind, source, said=said, layout=layout, note=note)
     ending = "These weights fit the tower." if match.fits else "These weights do not fit the tower."
     tree = match.tree()
     stated: dict[str, Any] = {
@@ -68,7 +76,7 @@ def inspect_weights(file: str, tower: str) -> tuple[str, dict[str, Any]]:
     if kind == "image":
         stated |= {"mean": said.mean, "std": said.std}
     else:
-        stated |= {"family": said.text_family}
+        stated |= {"family": said.text_family, "heads": said.text_heads}
     says = ", ".join(f"{name} {value}" for name, value in stated.items() if value is not None)
     lines = [render(match), f"it says: {says or 'nothing about how to use it'}", ending]
     return "\n".join(lines), tree | {"says": stated}

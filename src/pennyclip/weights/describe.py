@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from timm.models.eva import EvaBlockPostNorm
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ NOT_TOLD = "not told by the keys"
 SEPARATE_TO_FUSE = "separate, fused on loading"
 TEXT = r"text|transformer\.|token_embedding|positional_embedding|ln_final"
 CLASSES = (1000, 21841, 21843)  # ImageNet-1k; ImageNet-22k as EVA and as Google count it
-POST_NORM_WIDTH = 1792  # EVA-02-CLIP-E/14, the one published EVA with post-norm; no key tells
+POST_NORM_WIDTH = 1792  # EVA-02-CLIP-E/14: the one published EVA with post-norm, and so wide
 STRUCTURE = (
     "inner_attention_norm", "mlp_norm", "mlp", "qkv", "qkv_bias", "norm_order",
     "relative_positions", "rope", "class_token",
@@ -75,12 +76,15 @@ class _Keys:
         return self.find(*patterns) is not None
 
 
-def describe(state: Mapping[str, Tensor], trunk: nn.Module | None = None) -> Architecture | None:
+def describe(
+    state: Mapping[str, Tensor], trunk: nn.Module | None = None, norm_order: str | None = None
+) -> Architecture | None:
     """What the tensors of a vision transformer tell, whatever their layout.
 
     Args:
         state: of a file, or of a trunk.
         trunk: the module whose `state` it is, if any: it knows what keys do not tell.
+        norm_order: what the file says otherwise about it, for no key does.
 
     Returns:
         None where there is no vision transformer in it.
@@ -98,7 +102,7 @@ def describe(state: Mapping[str, Tensor], trunk: nn.Module | None = None) -> Arc
         mlp=mlp,
         qkv=_qkv(keys),
         qkv_bias=_qkv_bias(keys),
-        norm_order=_norm_order(keys, mlp, patch.shape[0], trunk),
+        norm_order=norm_order or _norm_order(keys, mlp, patch.shape[0], trunk),
         relative_positions=_word(keys.has("relative_position_bias_table")),
         rope=_rope(keys, trunk),
         patch=str(patch.shape[-1]),
@@ -138,10 +142,15 @@ def _qkv_bias(keys: _Keys) -> str:
     return "q and v" if keys.has(r"attn\.(q_bias|q_proj\.bias)") else "none"
 
 
+def norm_order_of(trunk: nn.Module) -> Literal["pre", "post"]:
+    """Whether the blocks of a trunk norm in front of attention and MLP, or behind."""
+    post = any(isinstance(module, EvaBlockPostNorm) for module in trunk.modules())
+    return "post" if post else "pre"
+
+
 def _norm_order(keys: _Keys, mlp: str, width: int, trunk: nn.Module | None) -> str:
     if trunk is not None:
-        post = any(isinstance(module, EvaBlockPostNorm) for module in trunk.modules())
-        return "post" if post else "pre"
+        return norm_order_of(trunk)
     if width == POST_NORM_WIDTH and mlp == "plain" and keys.has("q_bias"):
         return "post"
     clip = keys.has(r"resblocks\.0\..+", r"encoder\.layers\.0\..+")

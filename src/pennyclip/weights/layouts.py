@@ -25,6 +25,8 @@ class Rule:
     reason: str = ""
     derived: bool = False
     """Not copied because the model computes it anew."""
+    refused: bool = False
+    """Not copied because no tower here has such a part: the file does not fit."""
     transpose: bool = False
     take: Rows = ALL
     """Which rows of the file's tensor are copied,"""
@@ -106,6 +108,12 @@ NATIVE_IMAGE = _table(
     _block("visual.transformer.resblocks.N.mlp.c_fc", f"{BLOCK}.mlp.fc1"),
     _block("visual.transformer.resblocks.N.mlp.c_proj", f"{BLOCK}.mlp.fc2"),
 )
+RESNET = Rule(
+    r"visual\..+",
+    reason="of CLIP's ResNet under OpenAI's names, which no table here maps. timm has the same "
+    "weights under its own: hub:timm/resnet50_clip.openai, and likewise for its other sizes",
+    refused=True,
+)
 NATIVE_TEXT_SCOPE = (
     r"(token_embedding|transformer\.resblocks|ln_final|text_projection)(\..+)?"
     r"|positional_embedding|attn_mask|input_resolution|context_length|vocab_size"
@@ -175,6 +183,33 @@ TRANSFORMERS_TEXT = _table(
     _block(f"{HF_TEXT}.mlp.fc1", f"{TEXT_BLOCK}.mlp.c_fc"),
     _block(f"{HF_TEXT}.mlp.fc2", f"{TEXT_BLOCK}.mlp.c_proj"),
 )
+# transformers' VisionTextDualEncoderModel: a ViT (Dosovitskiy et al. 2021), a BERT or a RoBERTa.
+# Their poolers are folded into the projections beforehand, where that is exact (dual_encoder.py).
+VIT_IMAGE = _table(
+    Rule(r"vision_model\.embeddings\.cls_token", f"{TRUNK}.cls_token"),
+    Rule(r"vision_model\.embeddings\.position_embeddings", f"{TRUNK}.pos_embed"),
+    Rule(r"visual_projection\.weight", "visual.head.proj.weight"),
+    _block("vision_model.embeddings.patch_embeddings.projection", f"{TRUNK}.patch_embed.proj"),
+    _block("vision_model.encoder.layer.N.layernorm_before", f"{BLOCK}.norm1"),
+    _block("vision_model.encoder.layer.N.layernorm_after", f"{BLOCK}.norm2"),
+    *(
+        _block(
+            f"vision_model.encoder.layer.N.attention.attention.{part}",
+            f"{BLOCK}.attn.qkv",
+            put=(i, i + 1, 3),
+        )
+        for i, part in enumerate(("query", "key", "value"))
+    ),
+    _block("vision_model.encoder.layer.N.attention.output.dense", f"{BLOCK}.attn.proj"),
+    _block("vision_model.encoder.layer.N.intermediate.dense", f"{BLOCK}.mlp.fc1"),
+    _block("vision_model.encoder.layer.N.output.dense", f"{BLOCK}.mlp.fc2"),
+    _block("vision_model.layernorm", f"{TRUNK}.norm"),
+)
+BERT_TEXT = _table(
+    Rule(r"text_model\.(.+\.)?position_ids", reason=RECOMPUTED, derived=True),
+    Rule(r"text_model\.(.+)", r"text.transformer.\1"),
+    Rule(r"text_projection\.weight", "text.proj.weight"),
+)
 
 
 def _encoder_rules(prefix: str) -> tuple[Rule, ...]:
@@ -202,7 +237,8 @@ def _encoder_rules(prefix: str) -> tuple[Rule, ...]:
         Rule(rf"{block}\.mlp\.w3\.(\w+)", rf"{TRUNK}.blocks.\1.mlp.fc2.\2"),
         # A tower that pools the mean norms it once, after pooling: timm's start for it.
         Rule(rf"{prefix}norm\.(\w+)", rf"{TRUNK}.fc_norm.\1", where=f"{TRUNK}.fc_norm.weight"),
-        Rule(rf"{prefix}head\.(weight|bias)", r"visual.head.proj.\1"),
+        # timm's CLIP ResNets: the last layer of their attention pooling.
+        Rule(rf"{prefix}head\.(?:proj\.)?(weight|bias)", r"visual.head.proj.\1"),
         Rule(rf"{prefix}(.+)", rf"{TRUNK}.\1"),
     )
 
@@ -223,11 +259,19 @@ HF_IMAGE_SCOPE, HF_TEXT_SCOPE = r"(vision_model|visual_projection)\..+", r"text_
 
 # In this order: the first whose marker is in the file. The last of each tower fits everything.
 LAYOUTS = (
+    Layout("CLIP ResNet (OpenAI)", "image", r"visual\.layer1\..+", r"visual\..+", (RESNET,)),
     Layout(
         "CLIP (OpenAI, open_clip)", "image", r"visual\.conv1\.weight", r"visual\..+", NATIVE_IMAGE
     ),
     Layout("two towers (open_clip)", "image", r"visual\.trunk\..+", r"visual\..+", TWO_TOWER_IMAGE),
     Layout("EVA-CLIP", "image", rf"visual\.{EVA_KEY}", r"visual\..+", _encoder_rules(r"visual\.")),
+    Layout(
+        "transformers dual encoder",
+        "image",
+        r"vision_model\.encoder\.layer\..+",
+        HF_IMAGE_SCOPE,
+        VIT_IMAGE,
+    ),
     Layout("transformers", "image", r"vision_model\..+", HF_IMAGE_SCOPE, TRANSFORMERS_IMAGE),
     Layout("EVA", "image", EVA_KEY, r".+", _encoder_rules("")),
     Layout("plain encoder", "image", r".+", r".+", _encoder_rules("")),
@@ -235,6 +279,13 @@ LAYOUTS = (
         "CLIP (OpenAI, open_clip)", "text", r"positional_embedding", NATIVE_TEXT_SCOPE, NATIVE_TEXT
     ),
     Layout("two towers (open_clip)", "text", r"text\..+", r"text\..+", TWO_TOWER_TEXT),
+    Layout(
+        "transformers dual encoder",
+        "text",
+        r"text_model\.encoder\.layer\..+",
+        HF_TEXT_SCOPE,
+        BERT_TEXT,
+    ),
     Layout("transformers", "text", r"text_model\..+", HF_TEXT_SCOPE, TRANSFORMERS_TEXT),
     Layout("plain encoder", "text", r".+", r".+", PLAIN_TEXT),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pennyclip.errors import RequestError
 from pennyclip.model.clip import CLIP
+from pennyclip.model.freezing import trunk_state
 from pennyclip.weights import resample
 from pennyclip.weights.describe import UNSEEN, describe
 from pennyclip.weights.layouts import (
@@ -23,8 +24,9 @@ from pennyclip.weights.layouts import (
     matching,
     recognise,
 )
-from pennyclip.weights.match import LayerShare, Match
+from pennyclip.weights.match import LayerShare, Match, few
 from pennyclip.weights.read import WeightsFile
+from pennyclip.weights.statements import Statements
 
 PREFIX = {"image": "visual.", "text": "text."}
 COUNTER = "num_batches_tracked"  # of BatchNorm: old files lack it, and nothing here reads it
@@ -50,6 +52,10 @@ class _Transfer:
     derived: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     left_over: dict[str, str] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    matrices: int = 0
+    zeros: int = 0
+    """Of the matrices that were copied, how many hold nothing but zeros."""
 
     def __post_init__(self) -> None:
         for name, value in self.model.state_dict().items():
@@ -75,6 +81,8 @@ class _Transfer:
             self.dropped[key] = "fits only together with both of its towers"
         elif key not in self.targets:
             self.dropped[key] = "of the sigmoid loss, which this model does not use"
+        elif why := _damage(value, self.targets[key]):
+            self.damaged[key] = why
         else:
             self.targets[key].copy_(value.reshape(self.targets[key].shape))
             self.matched[key] = key
@@ -84,7 +92,8 @@ class _Transfer:
             self.left_over[key] = "no part of this tower has such a key"
         for rule, name in rules:
             if rule.to is None:
-                (self.derived if rule.derived else self.dropped)[key] = rule.reason
+                fate = self.left_over if rule.refused else self.dropped
+                (self.derived if rule.derived else fate)[key] = rule.reason
                 continue
             try:
                 self._copy(key, name, value, rule)
@@ -99,12 +108,18 @@ class _Transfer:
             raise _Misfit(f"the tower has no {name}{self._hint(name, value)}")
         if rule.put in self.filled.get(name, ()):
             raise _Misfit(f"another key of the file fills {name} too")
+        if why := _damage(value, self.targets[name]):
+            self.damaged[key] = why
+            return
         target = _rows(self.targets[name], rule.put)
         value = _rows(value.T if rule.transpose else value, rule.take)
         method = None
         if value.shape != target.shape:
             value, method = self._resize(name, value, target)
         target.copy_(value)
+        if value.ndim > 1 and not value.is_meta:
+            self.matrices += 1
+            self.zeros += not value.any()
         self.filled.setdefault(name, set()).add(rule.put)
         if method:
             self.resampled[key] = method
@@ -137,7 +152,9 @@ class _Transfer:
         )
 
     def _hint(self, name: str, value: Tensor) -> str:
-        """What to do about a head that has no place."""
+        """What to do about a tensor that has no place."""
+        if re.fullmatch(r"text\.transformer\.resblocks\.\d+\.mlp\.c_(fc|proj)\.weight", name):
+            return ": a CLIP text tower has MLPs of 4 times its width, and no others can be built"
         if not name.startswith("visual.head.proj"):
             return ""
         if value.shape[0] == self.model.config.embed_dim:
@@ -146,6 +163,22 @@ class _Transfer:
             f". A head of {value.shape[0]} outputs is no head into this embedding space; to do "
             'without it, set model.image.drop_keys = ["head.*"]'
         )
+
+    def refuse_damage(self, file: str) -> None:
+        """Raises RequestError where no training could start from what the tensors hold."""
+        if self.damaged:
+            raise RequestError(
+                f"the weights {file} hold {len(self.damaged)} tensors for the {self.tower} tower "
+                "that are no weights: expected finite floating-point numbers. Is the file "
+                "quantised, or damaged? Take the original, or download it again.\n"
+                + "\n".join(few([f"{key}: {why}" for key, why in self.damaged.items()]))
+            )
+        if self.matrices and self.zeros == self.matrices:
+            raise RequestError(
+                f"every matrix that the weights {file} hold for the {self.tower} tower "
+                f"({self.matrices}, first {next(iter(self.matched | self.resampled))}) is zero. "
+                "Expected trained weights: is the file damaged, or only a placeholder?"
+            )
 
     def complete(self, name: str) -> bool:
         """Whether all rows of a parameter were copied."""
@@ -159,11 +192,12 @@ def load_tower(
     tower: Tower,
     file: WeightsFile,
     *,
-    trained: str,
+    said: Statements,
     layout: Layout | None = None,
     drop_keys: tuple[str, ...] = (),
     new_keys: tuple[str, ...] = (),
     with_temperature: bool = False,
+    note: str | None = None,
 ) -> Match:
     """Copy what fits from a file into one tower, in the tower's dtypes.
 
@@ -171,14 +205,16 @@ def load_tower(
         model: changed in place; on the meta device only the report is made.
         tower: which one.
         file: it may hold both towers.
-        trained: what the file says it was trained for.
+        said: what the file says about itself.
         layout: how its keys are named; unset: recognised from them.
         drop_keys: patterns of the file's keys that may be left out.
         new_keys: patterns of our parameters, without the tower's prefix, that may stay random.
         with_temperature: load the temperature too: both towers come from this file.
+        note: for the report: what the file leaves open and had to be guessed.
 
     Raises:
-        RequestError: one of the patterns matches nothing.
+        RequestError: one of the patterns matches nothing; a tensor is not finite or of integers;
+            every matrix is zero.
     """
     transfer = _Transfer(model, tower, with_temperature, drop_keys)
     layout = layout or recognise(file.state, tower)
@@ -187,8 +223,10 @@ def load_tower(
         if o.tower != tower and o.scope != ".+"
         and any(re.fullmatch(o.marker, key) for key in file.state)
     ]  # fmt: skip
+    transfer.derived |= {k: w for k, w in file.folded.items() if re.fullmatch(layout.scope, k)}
     for key, value in file.state.items():
         transfer.place(key, value, layout, others)
+    transfer.refuse_damage(file.name)
     _refuse_idle(drop_keys, file.state, f"model.{tower}.drop_keys", file.name)
     unfinished = {n for n in transfer.filled if not transfer.complete(n)}
     for key, name in list(transfer.matched.items()):
@@ -201,12 +239,12 @@ def load_tower(
     layers = [(f"layer {i}", names) for i, names in enumerate(part.layers())]
     trunk_names = [f"{prefix}{name}" for _, names in layers for name in names]
     # Running statistics are part of a trunk, though they do not learn.
-    known = set(trunk_names)
+    known, of_trunk = set(trunk_names), {f"{prefix}{name}" for name in trunk_state(part)}
     head: list[str] = []
     for name in transfer.targets:
         if name in known or name.endswith(COUNTER) or TEMPERATURE.fullmatch(name):
             continue
-        (trunk_names if name.startswith("visual.trunk.") else head).append(name)
+        (trunk_names if name in of_trunk else head).append(name)
     absent = [name for name in trunk_names if not transfer.complete(name)]
     allowed = [n for n in absent if _allowed(n.removeprefix(prefix), new_keys)]
     _refuse_idle(
@@ -227,14 +265,14 @@ def load_tower(
     if statistics := [name for name in trunk_names if name not in counted]:
         shares.append(share("statistics", statistics))
     shares.append(share("head", head))
-    found = describe(file.state) if tower == "image" else None
+    found = describe(file.state, norm_order=said.norm_order) if tower == "image" else None
     trunk = model.visual.trunk
     built = describe(trunk.state_dict(), trunk) if found else None
     return Match(
         tower=f"{tower} tower",
         file=file.name,
         layout=layout.name,
-        trained=trained,
+        trained=said.trained,
         matched=transfer.matched,
         resampled=transfer.resampled,
         derived=transfer.derived,
@@ -246,7 +284,20 @@ def load_tower(
         architecture=found,
         differences=found.differences(built) if found and built else [],
         conflicts=found.differences(built, UNSEEN) if found and built else [],
+        note=note,
     )
+
+
+def _damage(value: Tensor, target: Tensor) -> str | None:
+    """Why a tensor's numbers cannot be a parameter's, if so."""
+    if value.is_meta or not target.is_floating_point():
+        return None
+    if not value.is_floating_point():
+        return f"of type {str(value.dtype).removeprefix('torch.')}, not floating point"
+    wide = value.float() if value.element_size() == 1 else value  # no isfinite for 8 bits
+    if count := value.numel() - int(wide.isfinite().sum()):
+        return f"{count} of its {value.numel()} numbers are not finite"
+    return None
 
 
 def _rows(value: Tensor, rows: Rows) -> Tensor:

@@ -51,6 +51,9 @@ class Match:
     conflicts: list[str] = field(default_factory=list)
     """Those of the differences that fit by shape and would still compute something else."""
 
+    note: str | None = None
+    """What the file leaves open and had to be guessed."""
+
     @property
     def share(self) -> float:
         """Of the trunk's values, how many were loaded."""
@@ -73,8 +76,8 @@ class Match:
         if self.fits:
             return
         lines = [f"  {line}" for line in self.differences or self.conflicts]
-        lines += _few([f"{key}: {why}" for key, why in self.left_over.items()])
-        lines += _few([f"{name}: not in the file" for name in self.missing])
+        lines += few([f"{key}: {why}" for key, why in self.left_over.items()])
+        lines += few([f"{name}: not in the file" for name in self.missing])
         part = "image" if self.tower.startswith("image") else "text"
         raise RequestError(
             f"the weights {self.file} do not fit the {self.tower}: {self.share:.1%} of it would be "
@@ -100,6 +103,7 @@ class Match:
             "share": self.share,
             "layers": [vars(layer) for layer in self.layers],
             "architecture": self.architecture.tree() if self.architecture else None,
+            "note": self.note,
         }
 
     def tree(self) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def reasons(keys: dict[str, str]) -> dict[str, int]:
     return counts
 
 
-def _few(lines: list[str]) -> list[str]:
+def few(lines: list[str]) -> list[str]:
     hidden = len(lines) - SHOWN
     return [f"  {line}" for line in lines[:SHOWN]] + (
         [f"  and {hidden} more"] if hidden > 0 else []

@@ -1,9 +1,11 @@
 """Weights on disk: one file or a folder, in whatever container their authors chose."""
 
 import json
+import pickle
+import re
 import warnings
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pennyclip.errors import RequestError
+from pennyclip.weights.dual_encoder import fold_poolers
 
 # What a folder's weights are called, the safest container first. An index lists shards.
 NAMES = (
@@ -36,6 +39,8 @@ class WeightsFile:
     folder: Path | None
     """The folder that describes the weights; None: a file that may lie among unrelated others."""
     state: dict[str, Tensor]
+    folded: dict[str, str] = field(default_factory=dict)
+    """Keys of the file whose tensors went into others on reading -> why."""
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON object that lies beside the weights; empty where there is none.
@@ -63,16 +68,21 @@ def read_weights(path: Path) -> WeightsFile:
         RequestError: there are none, a shard is missing, or the file cannot be read.
     """
     if path.is_file():
+        name, found = path.name, path
         folder = path.parent if path.name in NAMES else None
-        return WeightsFile(path.name, path, folder, read_state(path))
-    found = next((path / name for name in NAMES if (path / name).is_file()), None)
-    if found is None:
-        held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise RequestError(
-            f"the folder {path} holds no weights: expected one of {', '.join(NAMES)}, found "
-            f"{held}. Of a run's folder, give one of its checkpoints/step_*."
-        )
-    return WeightsFile(f"{path.name}/{found.name}", found, path, read_state(found))
+    else:
+        folder = path
+        found = next((path / name for name in NAMES if (path / name).is_file()), path)
+        if found == path:
+            held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+            raise RequestError(
+                f"the folder {path} holds no weights: expected one of {', '.join(NAMES)}, found "
+                f"{held}. Of a run's folder, give one of its checkpoints/step_*."
+            )
+        name = f"{path.name}/{found.name}"
+    file = WeightsFile(name, found, folder, read_state(found))
+    state, folded = fold_poolers(file.state, file.json("config.json"))
+    return replace(file, state=state, folded=folded)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -96,6 +106,18 @@ def read_state(path: Path) -> dict[str, Tensor]:
                 loaded = dict(torch.jit.load(path, map_location="cpu").state_dict())  # type: ignore[no-untyped-call]
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # Whatever else torch says is about switching the protection off.
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            raise RequestError(
+                f"{path} holds a pickled object of class {found[1]}; expected a file that holds "
+                "tensors only, since other objects can run code on loading. Where you trust the "
+                "file, save its state_dict alone with torch.save, or convert it to safetensors."
+            ) from error
+        raise RequestError(
+            f"{path} cannot be read as weights: its pickle is damaged or no PyTorch file. Expected "
+            "safetensors, a PyTorch file that holds tensors only, or a TorchScript archive."
+        ) from error
     except Exception as error:
         raise RequestError(
             f"{path} cannot be read as weights ({type(error).__name__}: {error}). Expected "
@@ -121,7 +143,12 @@ def _unwrap(loaded: Any) -> dict[str, Any]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    places: dict[str, str] = read_json(index).get("weight_map", {})
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(p, str) for p in places.values()):
+        raise RequestError(
+            f"{index}: expected weight_map to map each key to its shard's file name, found "
+            f"{str(places)[:80]}. Download or copy it again."
+        )
     state: dict[str, Tensor] = {}
     for shard in sorted(set(places.values())):
         if not (index.parent / shard).is_file():

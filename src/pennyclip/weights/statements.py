@@ -15,6 +15,7 @@ import torch
 from pennyclip.config import Activation, ClipText, ImageTower, TransformersText
 from pennyclip.errors import RequestError
 from pennyclip.model.activation import activation_of
+from pennyclip.weights.describe import norm_order_of
 from pennyclip.weights.read import WeightsFile
 
 T = TypeVar("T")
@@ -25,12 +26,14 @@ Statistics = tuple[float, float, float]
 CLIP_MEAN: Statistics = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Statistics = (0.26862954, 0.26130258, 0.27577711)
 SAME = 1e-3  # chosen: mean and std may differ by a quarter of one of 255 grey levels
+MASKED = "masked image modelling"
 ACTIVATIONS: dict[str, Activation] = {  # transformers' names
     "quick_gelu": "quick_gelu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+TEXT_HEADS = {"clip": 8, "siglip": 12}  # transformers' own, which its config.json may leave out
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,10 @@ class Statements:
     mean: Statistics | None = None
     std: Statistics | None = None
     image_pool: Pool | None = None
+    norm_order: Literal["pre", "post"] | None = None
+    """Of the image tower's blocks: EVA-02-CLIP-E/14 norms behind them, and no key shows it."""
+    text_heads: int | None = None
+    """Attention heads of a CLIP text tower: any number that divides its width fits by shape."""
     text_pool: str | None = None
     text_family: str | None = None
     pad_id: int | None = None
@@ -78,6 +85,10 @@ def _from_keys(file: WeightsFile) -> Statements:
             "mean": CLIP_MEAN,
             "std": CLIP_STD,
         }
+        if "ln_final.weight" in keys:  # clip/model.py, build_model: 64 channels a head
+            said["text_heads"] = max(1, file.state["ln_final.weight"].shape[0] // 64)
+    if "eva02_clip_e_" in file.name.lower():  # EVA02_CLIP_E_psz14, as its authors named it
+        said["norm_order"] = "post"
     siglip = has(r"(^|\.)logit_bias$|text_model\.head\.|text_projection\.bias$")
     contrastive = siglip or has(r"^(module\.)?logit_scale$|^visual\.proj$|_projection\.weight$")
     named = re.search(r"merged2b|[_-]clip|siglip", file.name.lower()) is not None
@@ -88,7 +99,7 @@ def _from_keys(file: WeightsFile) -> Statements:
     elif contrastive or embedding_head or (named and not masked):
         said["trained"] = "CLIP (image-text pairs)"
     elif masked:
-        said["trained"] = "masked image modelling"
+        said["trained"] = MASKED
     if has(r"text_projection\.bias$|text_model\.head\.bias$"):
         said["text_family"] = "siglip"
     elif has(r"(^|\.)text_projection(\.weight)?$"):
@@ -104,25 +115,48 @@ def _from_keys(file: WeightsFile) -> Statements:
 
 def _from_transformers(config: dict[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
+    if kind == "vision-text-dual-encoder":
+        return _from_dual_encoder(config)
     if kind not in ("clip", "siglip"):
         return {}
     default = "quick_gelu" if kind == "clip" else "gelu_pytorch_tanh"  # transformers' own
-
-    def activation(part: str) -> Activation:
-        name = config.get(part, {}).get("hidden_act", default)
-        if name not in ACTIVATIONS:
-            raise RequestError(
-                f"config.json: {part}.hidden_act is '{name}', which no tower here has. Known: "
-                f"{', '.join(ACTIVATIONS)}"
-            )
-        return ACTIVATIONS[name]
-
     return {
-        "image_activation": activation("vision_config"),
-        "text_activation": activation("text_config"),
+        "image_activation": _hidden_act(config, "vision_config", default),
+        "text_activation": _hidden_act(config, "text_config", default),
         "text_family": kind,
+        "text_heads": _heads(config, kind),
         "pad_id": config.get("text_config", {}).get("pad_token_id", 1),
     }
+
+
+def _from_dual_encoder(config: dict[str, Any]) -> dict[str, Any]:
+    image, text = (
+        config.get(f"{part}_config", {}).get("model_type") for part in ("vision", "text")
+    )
+    default = "quick_gelu" if image == "clip_vision_model" else "gelu"  # ViT's
+    said: dict[str, Any] = {"image_activation": _hidden_act(config, "vision_config", default)}
+    if text != "clip_text_model":
+        return said | {"text_pool": "cls"}
+    activation = _hidden_act(config, "text_config", "quick_gelu")
+    return said | {
+        "text_activation": activation,
+        "text_family": "clip",
+        "text_heads": _heads(config, "clip"),
+    }
+
+
+def _heads(config: dict[str, Any], kind: str) -> Any:
+    return config.get("text_config", {}).get("num_attention_heads", TEXT_HEADS[kind])
+
+
+def _hidden_act(config: dict[str, Any], part: str, default: str) -> Activation:
+    name = config.get(part, {}).get("hidden_act", default)
+    if name not in ACTIVATIONS:
+        raise RequestError(
+            f"config.json: {part}.hidden_act is '{name}', which no tower here has. Known: "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
 def _from_timm(config: dict[str, Any]) -> dict[str, Any]:
@@ -130,11 +164,13 @@ def _from_timm(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     given = config.get("pretrained_cfg", {})
     name = f"{config['architecture']}.{given.get('tag', '')}"
-    said = _statistics(given) | _timm_activation(config["architecture"])
+    said = _statistics(given) | _timm_facts(config["architecture"])
     if config.get("global_pool") in ("token", "avg", "map"):
         said["image_pool"] = config["global_pool"]
     if re.search(r"merged2b|clip|siglip", name):
         said["trained"] = f"CLIP (image-text pairs; {name})"
+    elif ".mim_" in name and "_ft_" not in name:
+        said["trained"] = MASKED
     return said
 
 
@@ -156,7 +192,7 @@ def _from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
         )
 
     if "timm_model_name" in image:
-        said |= _timm_activation(image["timm_model_name"])
+        said |= _timm_facts(image["timm_model_name"])
         if image.get("timm_pool") in ("token", "avg", "map"):
             said["image_pool"] = image["timm_pool"]
     else:
@@ -168,6 +204,7 @@ def _from_open_clip(config: dict[str, Any]) -> dict[str, Any]:
     else:
         said["text_activation"] = activation(text)
         said["text_family"] = "siglip" if text.get("no_causal_mask") else "clip"
+        said["text_heads"] = text.get("heads", 8)  # open_clip's default
     return said
 
 
@@ -178,6 +215,7 @@ def _from_pennyclip(meta: dict[str, Any]) -> dict[str, Any]:
         "image_pool": image.get("pool"),
         "text_activation": text.get("activation"),
         "text_family": text.get("family"),
+        "text_heads": text.get("heads"),
         "text_pool": text.get("pool"),
         "pad_id": text.get("pad_id"),
     }
@@ -197,12 +235,13 @@ def _statistics(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(tree[key]) for key in ("mean", "std") if tree.get(key)}
 
 
-def _timm_activation(name: str) -> dict[str, Any]:
+def _timm_facts(name: str) -> dict[str, Any]:
     if not timm.is_model(name):
         return {}
     with torch.device("meta"):
-        found = activation_of(timm.create_model(name, num_classes=0))
-    return {"image_activation": found} if found else {}
+        trunk = timm.create_model(name, num_classes=0)
+    found = activation_of(trunk)
+    return {"norm_order": norm_order_of(trunk)} | ({"image_activation": found} if found else {})
 
 
 def resolve_image(config: ImageTower, said: Statements, file: str) -> ImageTower:
@@ -240,6 +279,12 @@ def resolve_text(
         agree(f"{key}.pool", config.pool, said.text_pool, where)
         return config
     agree(f"{key}.family", config.family, said.text_family, where)
+    if said.text_heads not in (None, config.heads):
+        raise RequestError(
+            f"{key}.heads = {config.heads} contradicts {where}, which have {said.text_heads}. The "
+            "tensors fit any number of heads, and another one computes something else: set "
+            f"{key}.heads = {said.text_heads}."
+        )
     activation: Activation | None = agree(
         f"{key}.activation", config.activation, said.text_activation, where
     )
@@ -247,6 +292,34 @@ def resolve_text(
     if config.family == "siglip":
         pad_id = agree(f"{key}.pad_id", config.pad_id, said.pad_id, where)
     return replace(config, activation=activation or "gelu", pad_id=pad_id)
+
+
+def unsaid_activation(
+    config: ImageTower | ClipText | TransformersText, said: Statements, file: WeightsFile
+) -> str | None:
+    """A note where neither the recipe nor a CLIP's weights name the activation: gelu is a guess.
+
+    Args:
+        config: of the tower, as the recipe has it, before the weights fill it in.
+    """
+    if isinstance(config, TransformersText) or config.activation is not None:
+        return None
+    if isinstance(config, ClipText):
+        part, known, siglip = "text", said.text_activation, config.family == "siglip"
+        taken = "gelu"
+    else:
+        part, known, siglip = "image", said.image_activation, said.text_family == "siglip"
+        clip = {"visual.conv1.weight", "vision_model.embeddings.patch_embedding.weight"}
+        if "quickgelu" in config.name or clip.isdisjoint(file.state) or said.image_pool == "map":
+            return None
+        taken = str(_timm_facts(config.name).get("image_activation", "gelu"))
+    if known is not None:
+        return None
+    usual = "SigLIP's have gelu_tanh" if siglip else "OpenAI's CLIPs have quick_gelu"
+    return (
+        f"{file.name} does not say which activation its {part} tower has, and {taken} is taken. "
+        f"{usual}: model.{part}.activation sets it."
+    )
 
 
 def agree(key: str, asked: T | None, said: T | None, where: str) -> T | None:

@@ -50,6 +50,8 @@ def render(match: Match) -> str:
         console.print(f"the file: {facts}", soft_wrap=True, markup=False)
     for line in match.differences:
         console.print(f"  differs    {line}", soft_wrap=True, markup=False)
+    if match.note:
+        console.print(f"note: {match.note}", soft_wrap=True, markup=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip()
 
@@ -59,7 +61,7 @@ def summary(match: Match) -> str:
     return (
         f"{match.tower} <- {match.file}: trunk {match.share:.1%} loaded, {len(match.new)} "
         f"parameters start from random, {len(match.dropped)} keys dropped "
-        "(more: pennyclip weights)"
+        "(more: pennyclip weights)" + (f"\nnote: {match.note}" if match.note else "")
     )
 
 

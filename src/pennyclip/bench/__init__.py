@@ -1,0 +1,1 @@
+"""Measurements of a recipe on this machine and this data, before money is spent on a run."""

@@ -1,0 +1,1 @@
+"""What is wrong with a run, by its own records; and one of its batches again."""

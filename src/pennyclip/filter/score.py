@@ -1,0 +1,73 @@
+"""What a CLIP thinks of a dataset's pairs: embeddings computed once, and cosines made from them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from pennyclip.atomic import replacing
+from pennyclip.data.index import Dataset
+from pennyclip.data.order import I64
+from pennyclip.data.tokens import TokenStore
+from pennyclip.embeddings import Embeddings, image_embeddings, text_embeddings
+from pennyclip.encoder import CHUNK, load
+from pennyclip.features import Progress
+from pennyclip.filter.rules import Mask
+from pennyclip.filter.similar import distinct
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """One model's embeddings of a dataset."""
+
+    dataset: Dataset
+    images: Embeddings
+    texts: Embeddings
+    device: torch.device
+
+    @classmethod
+    def open(cls, dataset: Dataset, model: str, checkpoint: str, progress: Progress) -> "Scorer":
+        """Find a model's embeddings of every picture and caption, and compute what is missing."""
+        encoder = load(model, checkpoint)
+        tokens = TokenStore.open(dataset, encoder.tokenizer)
+        return cls(
+            dataset,
+            image_embeddings(encoder.model, dataset, CHUNK, progress),
+            text_embeddings(encoder.model, dataset, tokens, CHUNK, progress),
+            encoder.device,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.images.fingerprint}-{self.texts.fingerprint}"
+
+    def captions(self) -> F32:
+        """[captions] the cosine of each caption with its picture; stored beside the embeddings."""
+        name = f"scores-{self.texts.fingerprint}-{self.dataset.fingerprint[:16]}.npy"
+        file = self.dataset.path / "embeddings" / self.images.fingerprint / name
+        if not file.is_file():
+            parts = []
+            starts = self.dataset.caption_starts
+            for shard in range(len(self.images.parts)):
+                first, last = self.images.starts[shard], self.images.starts[shard + 1]
+                owner = np.repeat(np.arange(first, last), np.diff(starts[first : last + 1]))
+                texts = self.texts.take(np.arange(starts[first], starts[last]))
+                cosine = F.cosine_similarity(self.images.take(owner), texts)
+                parts.append(cosine.numpy())
+            with replacing(file) as partial, partial.open("wb") as out:
+                np.save(out, np.concatenate(parts).astype(np.float32))
+        return np.load(file)
+
+    def rows(self) -> F32:
+        """[rows] the mean over a row's captions: what a step that draws one of them can expect."""
+        starts = self.dataset.caption_starts
+        means = np.add.reduceat(self.captions(), starts[:-1]) / np.diff(starts)
+        return means.astype(np.float32)
+
+    def distinct(self, rows: I64, limit: float) -> tuple[Mask, list[tuple[int, int, float]]]:
+        """Which rows are no closer to one before them than a cosine of `limit`."""
+        return distinct(self.images, rows, limit, self.device)

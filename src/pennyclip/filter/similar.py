@@ -1,0 +1,56 @@
+"""Pictures that an image tower finds alike: crops, flips and other colours, which no hash finds."""
+
+import numpy as np
+import torch
+
+from pennyclip.data.order import I64
+from pennyclip.embeddings import Embeddings
+from pennyclip.filter.rules import Mask
+
+BLOCK = 1024  # rows compared at a time. chosen: a large matrix product, and few by hand
+
+
+@torch.no_grad()
+def distinct(
+    embeddings: Embeddings, rows: I64, limit: float, device: torch.device
+) -> tuple[Mask, list[tuple[int, int, float]]]:
+    """Keep rows that are not too close to one kept before. Every pair is looked at: N^2 D / 2
+    multiplications, seconds for 100,000 rows on a GPU and minutes on a CPU.
+
+    Args:
+        embeddings: of all rows.
+        rows: [N] those to choose from, the preferred ones first.
+        limit: largest cosine between two that are kept.
+
+    Returns:
+        [N] which are kept, and for each of the others: the row, the kept one, and their cosine.
+    """
+    kept = torch.empty(len(rows), embeddings.parts[0].shape[1], device=device)
+    numbers = np.empty(len(rows), np.int64)
+    count, mask = 0, np.zeros(len(rows), np.bool_)
+    dropped: list[tuple[int, int, float]] = []
+    for start in range(0, len(rows), BLOCK):
+        some = rows[start : start + BLOCK]
+        block = embeddings.take(some).to(device)
+        block /= block.norm(dim=1, keepdim=True)  # float16 has rounded them
+        among = (block @ block.T).cpu()
+        closest = torch.full((len(some),), -1.0)
+        where = torch.zeros(len(some), dtype=torch.int64)
+        if count:
+            closest, where = (t.cpu() for t in (block @ kept[:count].T).max(1))
+        inside: list[int] = []
+        for i, row in enumerate(some.tolist()):
+            best, twin = float(closest[i]), int(numbers[where[i]])
+            if inside:
+                value, place = among[i, inside].max(0)
+                if float(value) > best:
+                    best, twin = float(value), int(some[inside[int(place)]])
+            if best > limit:
+                dropped.append((row, twin, best))
+            else:
+                inside.append(i)
+        mask[[start + i for i in inside]] = True
+        kept[count : count + len(inside)] = block[inside]
+        numbers[count : count + len(inside)] = some[inside]
+        count += len(inside)
+    return mask, dropped

@@ -1,0 +1,257 @@
+"""Choose rows of a dataset: by text, size, repetition, and by what a CLIP thinks of the pairs.
+
+    union of subsets -> intersection -> text and size -> score -> similar pictures -> repetitions
+    -> keep/NAME.parquet, keep/NAME.json, keep/NAME.html
+
+A filter writes row numbers and nothing else: shards, splits and other filters stay as they are.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pennyclip.atomic import replacing, write_text
+from pennyclip.data.index import Dataset
+from pennyclip.data.order import I64
+from pennyclip.errors import RequestError
+from pennyclip.features import Progress, silent
+from pennyclip.filter.rules import Rules, first_of_each
+from pennyclip.filter.score import Scorer
+from pennyclip.report.filtered import Drawn, write_filter_page
+
+SPLITS = ("train", "dev", "val", "test")
+ANY = Rules()
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """What a filter left."""
+
+    name: str
+    rows: int
+    path: str
+    page: str
+    steps: list[dict[str, Any]]
+    """Each rule in words, the rows that it dropped, and those that it left."""
+    notes: list[str]
+    already_done: bool
+    """The same filter had been applied before; nothing was written."""
+
+    def __str__(self) -> str:
+        width = max(len(step["rule"]) for step in self.steps)
+        done = " (was already made)" if self.already_done else ""
+        lines = [f"{self.path}: {self.rows:,} rows{done}"]
+        lines += [
+            f"  {step['rule']:<{width}}  {step['left']:>10,} left"
+            + (step["dropped"] is not None) * f"  {step['dropped'] or 0:>10,} dropped"
+            for step in self.steps
+        ]
+        lines += self.notes
+        return "\n".join([*lines, f"look at it: {self.page}", f"train on it: --subset {self.name}"])
+
+
+def filter_dataset(
+    data: Path,
+    name: str,
+    *,
+    union: Sequence[str] = ("train",),
+    intersect: Sequence[str] = (),
+    rules: Rules = ANY,
+    score: str | None = None,
+    checkpoint: str = "best",
+    threshold: float | None = None,
+    keep: float | None = None,
+    max_similarity: float | None = None,
+    max_repeats: int | None = None,
+    progress: Progress = silent,
+) -> Filtered:
+    """Write a subset of rows.
+
+    Args:
+        data: the dataset.
+        name: of the subset.
+        union: start with the rows of any of these subsets.
+        intersect: and of them with those that are in each of these.
+        rules: about text and size.
+        score: a run, or what else `pennyclip.load` takes; its embeddings are computed once for
+            the dataset. A row's score is the mean cosine of its picture with its captions.
+        checkpoint: of that run.
+        threshold: lowest score that stays.
+        keep: share of the rows so far, 0 to 1, that stays: the best scored.
+        max_similarity: largest cosine between the embeddings of two pictures that both stay; of
+            two that are closer, the better scored one does.
+        max_repeats: most rows of one group (one picture or caption) that stay, likewise.
+
+    Raises:
+        RequestError: the request makes no sense, nothing is left, or the name is taken.
+    """
+    _check(name, union, rules, score, threshold, keep, max_similarity, max_repeats, intersect)
+    dataset = Dataset(data)
+    rows = np.unique(np.concatenate([dataset.subset(one) for one in union]))
+    steps: list[dict[str, Any]] = []
+
+    def left(rule: str, remaining: I64) -> I64:
+        dropped = len(rows) - len(remaining) if steps else None
+        steps.append({"rule": rule, "dropped": dropped, "left": len(remaining)})
+        if not len(remaining):
+            raise RequestError(f"nothing is left after '{rule}': {_told(steps)}. Ask for less.")
+        return remaining
+
+    rows = left(f"rows of {' or '.join(union)}", rows)
+    request: dict[str, Any] = {
+        "dataset": dataset.fingerprint,
+        "union": list(union),
+        "intersect": list(intersect),
+        **asdict(rules),
+        "score": score,
+        "threshold": threshold,
+        "keep": keep,
+        "max_similarity": max_similarity,
+        "max_repeats": max_repeats,
+    }
+    scorer = None
+    if score is not None:
+        scorer = Scorer.open(dataset, score, checkpoint, progress)
+        request["score"] = scorer.fingerprint
+    if (done := _made_before(dataset, name, request)) is not None:
+        return done
+
+    for other in intersect:
+        rows = left(f"also in {other}", np.intersect1d(rows, dataset.subset(other)))
+    for rule, mask in rules.masks(dataset):
+        rows = left(rule, rows[mask[rows]])
+    drawn = Drawn()
+    ranked = rows  # the preferred ones first
+    if scorer is not None:
+        scores = scorer.rows()
+        ranked = rows[np.argsort(-scores[rows], kind="stable")]
+        before = ranked
+        if keep is not None:
+            ranked = left(f"the best {keep:.0%} by score", ranked[: round(keep * len(ranked))])
+        elif threshold is not None:
+            rule = f"a score of at least {threshold:g}"
+            ranked = left(rule, ranked[scores[ranked] >= threshold])
+        rows = ranked
+        drawn = Drawn(before, scores[before], len(ranked))
+        if max_similarity is not None:
+            mask, pairs = scorer.distinct(ranked, max_similarity)
+            drawn = Drawn(before, scores[before], len(ranked), pairs)
+            rows = ranked = left(f"no pictures closer than {max_similarity:g}", ranked[mask])
+    if max_repeats is not None:
+        groups = dataset.rows["group"][ranked].astype(np.int64)
+        rows = left(
+            f"at most {max_repeats} of one group", ranked[first_of_each(groups, max_repeats)]
+        )
+    notes = _held_out(dataset, rows)
+    return _write(dataset, name, request, np.sort(rows), steps, notes, drawn)
+
+
+def _check(
+    name: str,
+    union: Sequence[str],
+    rules: Rules,
+    score: str | None,
+    threshold: float | None,
+    keep: float | None,
+    max_similarity: float | None,
+    max_repeats: int | None,
+    intersect: Sequence[str],
+) -> None:
+    if not NAME.fullmatch(name) or name in SPLITS:
+        raise RequestError(
+            f"--name {name}: expected letters, digits, '.', '_' or '-', and none of the splits "
+            f"{', '.join(SPLITS)}, which prepare writes."
+        )
+    by_score = {"threshold": threshold, "keep": keep, "max_similarity": max_similarity}
+    asked = [key for key, value in by_score.items() if value is not None]
+    if score is None and asked:
+        raise RequestError(
+            f"{' and '.join(asked)} need a model: add --score RUN (or a folder of open_clip's or "
+            "transformers')."
+        )
+    if score is not None and not asked:
+        raise RequestError(
+            "--score alone keeps everything: add --keep 0.5 or --threshold X, look at the page, "
+            "and choose again under another name; the embeddings are kept."
+        )
+    if threshold is not None and keep is not None:
+        raise RequestError("--threshold and --keep both say where to cut: give one of them.")
+    for key, value, low, high in (
+        ("keep", keep, 0, 1),
+        ("threshold", threshold, -1, 1),
+        ("max_similarity", max_similarity, -1, 1),
+        ("max_repeats", max_repeats, 1, np.inf),
+        ("min_words", rules.min_words, 1, np.inf),
+        ("min_characters", rules.min_characters, 1, np.inf),
+        ("min_side", rules.min_side, 1, np.inf),
+        ("max_aspect", rules.max_aspect, 1, np.inf),
+    ):
+        if value is not None and not low <= value <= high:
+            raise RequestError(f"{key} = {value}: expected a number from {low} to {high}.")
+    nothing = rules == ANY and score is None and max_repeats is None
+    if not union or (nothing and len(union) < 2 and not intersect):
+        raise RequestError("this would keep every row: add a rule (see --help).")
+
+
+def _told(steps: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{step['rule']}: {step['left']:,}" for step in steps)
+
+
+def _made_before(dataset: Dataset, name: str, request: dict[str, Any]) -> Filtered | None:
+    """The same filter's result; None where there is none.
+
+    Raises:
+        RequestError: the name belongs to another filter.
+    """
+    record = dataset.path / "keep" / f"{name}.json"
+    if not record.with_suffix(".parquet").is_file():
+        return None
+    found = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    old = found.get("request", {})
+    if old != request:
+        keys = sorted(key for key in {*old, *request} if old.get(key) != request.get(key))
+        raise RequestError(
+            f"{dataset.path} has a subset '{name}' already, of another request (different: "
+            f"{', '.join(keys)}). Give another --name, or remove keep/{name}.*."
+        )
+    return Filtered(**found["result"] | {"already_done": True})
+
+
+def _held_out(dataset: Dataset, rows: I64) -> list[str]:
+    """A warning where rows of this subset are held out for evaluation."""
+    lines = []
+    for split in ("dev", "val", "test"):
+        if split in dataset.subsets():
+            count = int(np.isin(rows, dataset.subset(split)).sum())
+            if count:
+                lines.append(f"warning: {count:,} of the rows are held out in '{split}'")
+    return lines
+
+
+def _write(
+    dataset: Dataset,
+    name: str,
+    request: dict[str, Any],
+    rows: npt.NDArray[np.int64],
+    steps: list[dict[str, Any]],
+    notes: list[str],
+    drawn: Drawn,
+) -> Filtered:
+    file = dataset.path / "keep" / f"{name}.parquet"
+    page = file.with_suffix(".html")
+    result = Filtered(name, len(rows), str(file), str(page), steps, notes, already_done=False)
+    write_filter_page(dataset, name, steps, drawn, page)
+    tree = {"request": request, "result": asdict(result)}
+    write_text(file.with_suffix(".json"), json.dumps(tree, indent=1) + "\n")
+    with replacing(file) as partial:  # the last: a subset that is there is whole
+        pq.write_table(pa.table({"row": rows}), partial)
+    return result

@@ -1,0 +1,92 @@
+"""What a dataset holds, and what was refused on the way."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a dataset holds, and what was refused on the way."""
+
+    out: str
+    already_done: bool
+    """The same request had been finished before; nothing was written."""
+    seconds: float
+    inputs: int
+    kept: int
+    rejected: dict[str, int]
+    """Refused inputs by reason; each stands in rejects.jsonl."""
+    captions: int
+    groups: int
+    """Sets of rows that show or say the same; a row of its own counts as one."""
+    largest_group: int
+    splits: dict[str, int]
+    crossing: int
+    """Rows in no split, because another split has the same picture or caption: crossing.jsonl."""
+    shards: int
+    bytes: int
+    fingerprint: str
+    equal_pictures: int = 0
+    """Rows whose picture is the very same as an earlier row's, once in its stored size."""
+    near_pictures: int = 0
+    """Rows whose picture is nearly the same as another's; they are in one group too."""
+    raw_bytes: int = 0
+    """Of the plain pixels kept beside the JPEGs."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """Path, kind, inputs and rows (the first, and the one after the last) of each."""
+
+    def __str__(self) -> str:
+        refused = sum(self.rejected.values())
+        rate = f", {self.seconds:.0f} s" if not self.already_done else ", was already finished"
+        lines = [
+            f"{self.out}: {self.kept:,} of {self.inputs:,} inputs kept{rate}",
+            f"  captions  {self.captions:,} ({self.captions / self.kept:.2f} an image)",
+            f"  splits    {', '.join(f'{name} {n:,}' for name, n in self.splits.items())}",
+            f"  groups    {self.groups:,}, the largest of {self.largest_group:,} rows",
+            f"  repeats   {self.equal_pictures:,} pictures equal, {self.near_pictures:,} nearly",
+            f"  on disk   {self.shards:,} shards, {self.bytes / 1e6:,.1f} MB"
+            + (f", and {self.raw_bytes / 1e6:,.1f} MB of raw pixels" if self.raw_bytes else ""),
+        ]
+        if self.crossing:
+            lines.append(
+                f"  crossing  {self.crossing:,} rows left out, as another split has the same: "
+                f"{self.out}/crossing.jsonl"
+            )
+        if "train" not in self.splits:
+            lines.append("  warning   no row is left to train on: the sources bring other splits")
+        if refused:
+            lines.append(f"  refused   {refused:,}, listed in {self.out}/rejects.jsonl")
+            lines += [f"            {count:,} {why}" for why, count in self.rejected.items()]
+        return "\n".join([*lines, *self._table()])
+
+    def _table(self) -> list[str]:
+        """One line a source."""
+        rows = [("source", "kind", "inputs", "kept", "refused")]
+        for one in self.sources:
+            kept = one["rows"][1] - one["rows"][0]
+            numbers = (f"{n:,}" for n in (one["inputs"], kept, one["inputs"] - kept))
+            rows.append((Path(one["path"]).name[-40:], one["kind"], *numbers))
+        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            f"  {name:<{wide[0]}}  {kind:<{wide[1]}}"
+            + "".join(f"  {n:>{w}}" for n, w in zip(numbers, wide[2:], strict=True))
+            for name, kind, *numbers in rows
+        ]
+
+
+def summarize(out: Path, *, seconds: float, already_done: bool) -> Summary:
+    meta = json.loads((out / "dataset.json").read_text(encoding="utf-8"))
+    return Summary(
+        out=str(out),
+        already_done=already_done,
+        seconds=seconds,
+        splits=meta["splits"],
+        shards=len(meta["shards"]),
+        bytes=sum(shard["bytes"] for shard in meta["shards"]),
+        raw_bytes=sum(shard.get("raw_bytes", 0) for shard in meta["shards"]),
+        sources=meta.get("sources", []),
+        fingerprint=meta["fingerprint"],
+        **meta["counts"],
+    )

@@ -1,0 +1,31 @@
+"""The events that a run may write, and what to do about each. Imports no torch."""
+
+REPLAY = "look at the batch: pennyclip doctor RUN --replay STEP"
+
+REMEDIES = {
+    "update skipped": "Now and then it is nothing. If it comes again, "
+    + REPLAY
+    + ". In fp16: bf16, "
+    "or fp32 for the module that is named (precision_of).",
+    "rows unreadable": "Files of the dataset were damaged after it was prepared: compare the shard "
+    "with a copy, check the disk, prepare again.",
+    "loss spike": "If it comes again: a lower optim.lr, a lower second number of optim.betas, or "
+    "optim.name = stable-adamw; clipping, where it is off; and " + REPLAY + ".",
+    "update RMS": "A lower second number of optim.betas, or optim.name = stable-adamw.",
+    "temperature": "Check that captions belong to their pictures and that nothing else scales the "
+    "logits; a lower optim.temperature.lr.",
+    "no gradient": "Find where the tower's graph is cut or multiplied by 0; if it is meant to stay "
+    "as it is, freeze it in the recipe.",
+    "rate reduced": "The next run: a lower optim.lr (pennyclip bench rate finds one), or a longer "
+    "warm-up.",
+    "rolled back": "The batch named by 'since' was the first that was not well: " + REPLAY + ".",
+    "stopped": "Where the cause is in the request: a new run with the changed key and "
+    "--init RUN, which starts from RUN's best checkpoint; --init RUN/checkpoints/step_N names "
+    "another. Where it lies outside (disk, data) and is mended: pennyclip train --resume RUN.",
+    "out of memory": "Set micro_batch to what it came down to, or measure it: bench batch-size.",
+    "checkpoint failed": "Make room on the disk before the next save.",
+    "compiled": "Nothing.",
+    "not compiled": "Nothing; without compile, the next run saves the trial.",
+    "unreadable record": "Check the disk: a line of metrics.jsonl was damaged.",
+}
+"""By the event's name."""

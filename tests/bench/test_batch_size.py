@@ -1,0 +1,163 @@
+"""The largest batch and the best micro-batch: real on a small model, exact on a made-up one."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pennyclip.bench import batch_size
+from pennyclip.bench.batch_size import MARGIN, BatchSizes, Size, measure_batch_sizes
+from pennyclip.bench.workbench import open_workbench
+from pennyclip.config import ClipText, Config
+from pennyclip.config_file import load_recipe
+from pennyclip.errors import RequestError
+
+CPU = torch.device("cpu")
+
+
+def small(data: Path, **changed: Any) -> Config:
+    recipe = load_recipe("scratch-vit-tiny")
+    image = replace(recipe.model.image, image_size=64)
+    model = replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1))
+    return replace(recipe, data=str(data), model=model, batch_size=32, workers=0, **changed)
+
+
+def test_a_small_model_is_measured(small_dataset: Path) -> None:
+    config = small(small_dataset)
+    found = measure_batch_sizes(config, up_to=64, rounds=1)
+    assert [size.pairs for size in found.sizes] == [2, 4, 8, 16, 32, 64]
+    peaks = [size.peak_bytes for size in found.sizes]
+    assert peaks == sorted(peaks)
+    # What a block of the ViT (17 tokens of 192 in float32) keeps of a pair: 16 times its input at
+    # least, 12 blocks.
+    kept = 12 * 16 * 17 * 192 * 4
+    assert 0.7 * kept < (peaks[-1] - peaks[-2]) / 32 < 4 * kept
+    assert (found.largest, found.batch_size) == (64, 32)
+    assert found.micro_batch in range(2, 65)
+    assert found.held_bytes > 32 * 3 * 64 * 64
+    assert "leave micro_batch out" in found.advice
+    assert f"{found.sizes[-1].samples_per_second:,.1f}" in str(found)
+
+
+def test_a_recipe_that_cannot_be_trained_is_refused_by_the_process_too(
+    small_dataset: Path,
+) -> None:
+    with pytest.raises(RequestError, match="fewer than batch_size = 100000"):
+        measure_batch_sizes(replace(small(small_dataset), batch_size=100_000), up_to=4)
+    with pytest.raises(RequestError, match="stages 1 to 1"):
+        measure_batch_sizes(small(small_dataset), stage=2)
+    with pytest.raises(RequestError, match="at least 2 pairs"):
+        measure_batch_sizes(small(small_dataset), up_to=1)
+
+
+class Machine:
+    """Memory that grows in a straight line, and updates that take a while."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, base: int, slope: int, seconds: float = 0.0
+    ) -> None:
+        self.base, self.slope, self.seconds, self.ran = base, slope, seconds, list[int]()
+        self.room = 10**12
+        monkeypatch.setattr(batch_size, "_longest", lambda _, pairs: pairs)
+        monkeypatch.setattr(batch_size, "_update", self.update)
+        monkeypatch.setattr(batch_size, "_peak", lambda _: self.need(max(self.ran)))
+
+    def need(self, pairs: int) -> int:
+        return self.base + self.slope * pairs
+
+    def update(self, _: object, pairs: int) -> float | None:
+        if self.need(pairs) > self.room:
+            return None
+        self.ran.append(pairs)
+        return self.seconds * pairs
+
+    def sizes(self, most: int, limit: int) -> tuple[list[Size], str]:
+        bench: Any = SimpleNamespace(device=CPU)
+        *sizes, last = [*batch_size._growing(bench, most, limit), ""]
+        reasons = [size for size in sizes if isinstance(size, str)]
+        return [size for size in sizes if not isinstance(size, str)], "".join(reasons) + last
+
+
+def test_the_largest_batch_is_the_one_that_leaves_the_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, base=5000, slope=30)
+    sizes, reason = machine.sizes(most=10**6, limit=22_000)
+    room = (22_000 / (1 + MARGIN) - 5000) / 30  # 500 pairs
+    assert [s.pairs for s in sizes] == [2, 4, 8, 16, 32, 64, 128, 256, int(room) // 8 * 8]
+    assert all(size.fits for size in sizes)
+    assert reason == "512 would not leave the margin free"
+    assert max(machine.ran) == 496  # nothing larger was ever run
+    sizes, reason = machine.sizes(most=48, limit=22_000)
+    assert ([s.pairs for s in sizes], reason) == ([2, 4, 8, 16, 32, 48], "")
+
+
+def test_a_wrong_forecast_costs_no_more_than_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, base=5000, slope=30)
+    machine.room = machine.need(100)  # less than what the machine promises
+    sizes, reason = machine.sizes(most=10**6, limit=10**6)
+    assert [s.pairs for s in sizes] == [2, 4, 8, 16, 32, 64]
+    assert reason == "memory ran out with 128"
+    machine = Machine(monkeypatch, base=5000, slope=30)
+    machine.room = 0
+    assert machine.sizes(most=8, limit=10**6) == ([], "memory ran out with 2")
+
+
+def test_slow_updates_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, base=5000, slope=30, seconds=2.0)
+    sizes, reason = machine.sizes(most=10**6, limit=10**9)
+    assert [s.pairs for s in sizes] == [2, 4, 8, 16, 32]
+    assert reason == "an update with 32 took 64 s, so larger ones were not run"
+
+
+def test_advice_goes_by_what_fits_and_how_fast() -> None:
+    found = BatchSizes(
+        device="CPU", precision="fp32", stage="stage 1 of 1", batch_size=64, limit_bytes=2**30,
+        held_bytes=2**20, sizes=(Size(2, 2**28, True, 10.0), Size(4, 2**29, True, 20.0)),
+        largest=4, stopped="8 would not leave the margin free", micro_batch=4,
+    )  # fmt: skip
+    assert found.advice == "batch_size = 64 does not fit whole: micro_batch = 4"
+    assert "1,024 MiB" in str(found)
+    assert "not even two pairs fit" in replace(found, largest=None, micro_batch=None).advice
+
+
+def test_the_system_gives_the_process_no_more_than_there_is() -> None:
+    """So that it never swaps: an allocation beyond that fails at once, as torch's own error."""
+    code = """
+import torch
+from pennyclip.bench import batch_size
+from pennyclip.memory import ran_out
+batch_size.available = lambda device: 300 * 2**20
+batch_size._limit(torch.device("cpu"))
+held = torch.ones(50 * 2**20)
+try:
+    torch.ones(100 * 2**20)
+except RuntimeError as error:
+    assert ran_out(error), error
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
+
+
+def test_captions_are_as_long_as_the_longest_and_the_step_is_not_timed(
+    small_dataset: Path,
+) -> None:
+    bench = open_workbench(small(small_dataset), 0)
+    batch = batch_size._longest(bench, 8)
+    sizes = bench.rows.tokens.starts[1:] - bench.rows.tokens.starts[:-1]
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [min(int(sizes.max()), 77)] * 8
+    assert batch.tokens is not None
+    assert batch.tokens.shape[1] >= sizes.max()
+    bench.setup.optimizer.register_step_post_hook(lambda *_: time.sleep(0.7))
+    start = time.perf_counter()
+    seconds = batch_size._update(bench, batch)
+    assert seconds is not None
+    assert 0 < seconds < time.perf_counter() - start - 0.6

@@ -1,0 +1,169 @@
+"""`bench precision`: the tables, and what 16 bits do to each module."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pennyclip.bench import module_errors, precision
+from pennyclip.bench.batch_size import MIB, BatchSizes, Size
+from pennyclip.bench.module_errors import measure_module_errors
+from pennyclip.bench.workbench import open_workbench
+from pennyclip.cli import main
+from pennyclip.config import ClipText, Config, LossScaling, ModulePrecision, Stage
+from pennyclip.config_file import load_recipe, to_toml
+from pennyclip.errors import RequestError
+
+U = 2.0**-8  # the largest relative error of rounding to bfloat16
+
+
+def recipe(dataset: Path, **changed: Any) -> Config:
+    config = load_recipe("scratch-vit-tiny")
+    image = replace(config.model.image, image_size=32)
+    config = replace(
+        config,
+        data=str(dataset),
+        model=replace(config.model, image=image, text=ClipText(width=32, heads=2, layers=1)),
+        stages=(Stage(epochs=1.0),),
+        batch_size=16,
+        precision="bf16",
+        workers=0,
+    )
+    return replace(config, **changed)
+
+
+def test_each_module_is_compared_with_float32(small_dataset: Path) -> None:
+    own = (ModulePrecision(modules="visual.trunk.blocks.1", precision="fp32"),)
+    found = measure_module_errors(recipe(small_dataset, precision_of=own))
+    modules = {m.name: m for m in found.modules}
+    first, kept = (modules[f"visual.trunk.blocks.{i}.mlp.fc1"] for i in (0, 1))
+    assert first.dtype == "bf16"
+    assert 0.3 * U < first.own_error < U  # of three roundings
+    assert kept.dtype == "fp32"
+    assert kept.own_error < 1e-6 < U / 10 < kept.error  # what came from the blocks before
+    norm = modules["visual.trunk.blocks.0.norm1"]
+    assert (norm.dtype, norm.own_error) == ("fp32", 0.0)
+    assert (
+        modules["visual.trunk.blocks.11.mlp.fc2"].error
+        > modules["visual.trunk.patch_embed.proj"].error
+    )
+    assert all(
+        m.gradient_error is not None and 0 < m.gradient_error < 0.1 for m in modules.values()
+    )
+    assert all(m.overflow == m.gradient_overflow == 0 for m in modules.values())
+    assert found.keep == {}
+    assert found.loss == pytest.approx(found.exact_loss, rel=0.02)
+    assert found.loss != found.exact_loss
+    assert {"text.token_embedding", "text.transformer.resblocks.0.attn", "visual.head.proj"} < set(
+        modules
+    )
+
+
+def scaled(monkeypatch: pytest.MonkeyPatch, factors: dict[str, float]) -> None:
+    """Multiply the weights of modules wherever a model is made for the bench."""
+
+    def opened(*args: Any) -> Any:
+        bench = open_workbench(*args)
+        with torch.no_grad():
+            for name, factor in factors.items():
+                bench.model.get_parameter(f"{name}.weight").mul_(factor)
+        return bench
+
+    monkeypatch.setattr(module_errors, "open_workbench", opened)
+
+
+def test_it_names_what_overflows_and_not_what_comes_after(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "text.transformer.resblocks.0.mlp.c_fc"
+    scaled(monkeypatch, {name: 1e6, name.replace("c_fc", "c_proj"): 1e-6})
+    found = measure_module_errors(recipe(small_dataset, precision="pure-fp16"))
+    after = {m.name: m for m in found.modules}["text.ln_final"]
+    assert after.overflow == 1.0
+    assert set(found.keep) == {name, name.replace("c_fc", "gelu"), name.replace("c_fc", "c_proj")}
+    assert "overflow" in found.keep[name]
+    assert f'modules = "{name}"' in str(found)
+
+
+def test_gradients_that_a_small_scale_loses_are_counted(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings 10,000 times as long have gradients as much smaller."""
+    name = "visual.head.proj"
+    scaled(monkeypatch, {name: 1e4})
+    lost = {}
+    for start in (1.0, 65536.0):
+        scaling = LossScaling(start=start)
+        config = recipe(small_dataset, precision="fp16", loss_scaling=scaling)
+        found = measure_module_errors(config)
+        assert found.loss_scale == start
+        lost[start] = {m.name: m for m in found.modules}[name].gradient_underflow or 0.0
+        assert (name in found.keep) == (start == 1)
+    assert lost[65536.0] < 0.01
+    assert lost[1.0] > 0.03
+
+
+def test_fp32_is_not_compared_with_itself(small_dataset: Path) -> None:
+    with pytest.raises(RequestError, match="compared with itself"):
+        measure_module_errors(recipe(small_dataset, precision="fp32"))
+
+
+def test_the_table_and_its_page(
+    small_dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def sizes(config: Config, *, up_to: int, rounds: int) -> BatchSizes:
+        asked.append((config.precision, config.optim.stochastic_rounding))
+        found = (Size(8, 60 * MIB, True, 1.0), Size(16, 70 * MIB, True, 1.0))
+        return BatchSizes(
+            "a device", "bf16", "a stage", 16, 2**30, 0, found, 16, "larger: not asked for", 8
+        )
+
+    monkeypatch.setattr(precision, "measure_batch_sizes", sizes)  # has tests of its own
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe(small_dataset)))
+    command = ["bench", "precision", str(tmp_path / "recipe.toml"), "--epochs", "0.5"]
+    command += ["--among", "fp32", "pure-bf16-stochastic", "--up-to", "16"]
+    assert main([*command, "--out", str(tmp_path / "out"), "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert asked == [("fp32", False), ("pure-bf16", True)]
+    exact, rounded = tree["rows"]
+    assert (exact["name"], rounded["name"]) == ("fp32", "pure-bf16-stochastic")
+    runs = [tmp_path / "out" / row["name"] for row in (exact, rounded)]
+    configs = [(run / "config.toml").read_text() for run in runs]
+    assert "stochastic_rounding = false" in configs[0]
+    assert "stochastic_rounding = true" in configs[1]
+    for row, run in zip((exact, rounded), runs, strict=True):
+        lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+        updates = [x for x in lines if x["kind"] == "train"]
+        evaluations = [x for x in lines if x["kind"] == "eval"]
+        speeds = [x["samples_per_second"] for x in updates]
+        rows = updates[-1]["samples"] / updates[-1]["epoch"]
+        assert rows / max(speeds) <= row["epoch_seconds"] <= rows / min(speeds)
+        assert row["score"] == evaluations[-1]["metrics"]["mean_recall"]
+        assert len(row["course"]) == len(evaluations) > 1
+        assert row["largest"] == 16
+        assert row["larger_untried"]
+        assert row["peak_bytes"] == 70 * MIB
+    page = (tmp_path / "out" / "precision.html").read_text()
+    assert "pure-bf16-stochastic" in page
+    assert "<svg" in page
+    assert "extrapolated" in page
+
+
+def test_unknown_and_missing_precisions_are_refused(
+    small_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe(small_dataset)))
+    for name, message in (("fp8", "precision 'fp8': known are fp32"), ("tf32", "NVIDIA")):
+        if name == "tf32" and torch.cuda.is_available():
+            continue
+        command = ["bench", "precision", str(tmp_path / "recipe.toml"), "--among", name]
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
