@@ -36,7 +36,13 @@ def write_dataset(folder: Path, shards: Sequence[Sequence[list[str]]], fingerpri
     index = np.zeros(len(counts), ROW)
     index["shard"], index["captions"] = np.array(counts).T
     np.save(folder / "index" / "rows.npy", index)
-    meta = {"schema_version": SCHEMA_VERSION, "fingerprint": fingerprint, "shards": entries}
+    meta = {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": fingerprint,
+        "shards": entries,
+        "counts": {"kept": len(index)},
+        "preprocess": {},
+    }
     (folder / "dataset.json").write_text(json.dumps(meta))
     return Dataset(folder)
 

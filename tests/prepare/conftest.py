@@ -4,12 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
 import pennyclip.prepare.work
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # a shard sets both
+
     def run(
         engine: str,
         function: Callable[..., Any],
@@ -21,3 +26,5 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             yield "done", number, function(task, lambda count: None)
 
     monkeypatch.setattr(pennyclip.prepare.work, "run", run)
+    yield
+    torch.set_num_threads(threads)

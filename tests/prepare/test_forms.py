@@ -121,15 +121,13 @@ def test_a_raw_file_that_was_lost_is_made_again(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == whole
 
 
-def test_max_pixels(tmp_path: Path) -> None:
+def test_max_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = {"small.png": picture(1, (100, 100)), "large.png": picture(2, (101, 100))}
     source = folder_of(tmp_path / "in", pictures)
     summary = run(source, out=tmp_path / "out", max_pixels=10_000)
     assert (summary.kept, summary.rejected) == (1, {"too large": 1})
-    huge = Image.new("L", (15_000, 13_000))  # more than Pillow itself would open
-    source = folder_of(tmp_path / "huge", {"a.png": huge, "b.png": picture(3)})
-    assert run(source, out=tmp_path / "no").rejected == {"too large": 1}
-    assert run(source, out=tmp_path / "yes", max_pixels=200_000_000).kept == 2
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # Pillow's own limit gives way
+    assert run(source, out=tmp_path / "more", max_pixels=10_100).kept == 2
 
 
 def test_wrong_forms_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,10 @@ def _peak(device: torch.device) -> int:
     """Most bytes that this process has held, of which it may have given some back."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux, whose ru_maxrss a new process inherits from its parent
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return 1024 * int(fields["VmHWM"].split()[0])
     scale = 1 if sys.platform == "darwin" else 1024
     return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
