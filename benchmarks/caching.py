@@ -19,7 +19,6 @@ itself and its embeddings; time at most 1.45 times an uncached update, at a batc
 import argparse
 import datetime
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -113,7 +112,10 @@ def peak() -> int:
     """Most bytes that this process has held so far."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not ru_maxrss: on Linux a new process inherits its parent's.
+    status = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in status)
+    return 1024 * int(fields["VmHWM"].split()[0])
 
 
 def memory(case: Case, count: int, micro_batch: int | None) -> int:

@@ -4,9 +4,13 @@ import json
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from pennyclip.prepare import prepare
+
+hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared
+hypothesis.settings.load_profile("unhurried")
 
 ROOT = Path(__file__).resolve().parents[1]
 

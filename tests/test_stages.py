@@ -54,8 +54,19 @@ def test_a_stage_lowers_its_own_rates() -> None:
                 "augment": Augment(crop_scale=(0.5, 1.0)),
             },
             100,
-            "augment would have no effect",
+            "augment would have no effect: the image trunk",
         ),
+        (
+            {
+                "stages": (Stage(epochs=2.0, text_layers="none"),),
+                "augment": Augment(crop_scale=(0.5, 1.0), word_dropout=0.1),
+            },
+            100,
+            "augment would have no effect: the text trunk.*word_dropout and synonyms",
+        ),
+        ({"augment": Augment(flip=1.5)}, 100, r"augment.flip = 1.5: expected a share"),
+        ({"augment": Augment(synonyms=0.1)}, 100, "set augment.wordnet"),
+        ({"shuffle_window": 1}, 100, "shuffle_window = 1: expected at least 2"),
     ],
 )
 def test_what_would_do_nothing_is_refused(change: dict, rows: int, message: str) -> None:

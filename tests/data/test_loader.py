@@ -125,7 +125,7 @@ def test_changed_captions_become_tokens_as_stored_ones_do(small_dataset: Path) -
     assert batch.lengths.sum() < plain.lengths.sum()
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(
     shards=st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any),
     window=st.integers(2, 150),
