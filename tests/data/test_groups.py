@@ -100,3 +100,5 @@ def test_pictures_of_one_class_are_one_group_and_may_be_parted() -> None:
     captions = [["a cat"], ["a cat"], ["a DOG"], ["a dog"], ["else"]]
     assert with_labels(groups, labels, captions).tolist() == [0, 0, 2, 2, 4]
     assert with_labels(groups, [None] * 5, captions) is groups
+    shared = np.array([0, 1, 2, 0, 1])  # row 3 shows what row 0 does, and row 4 what row 1 does
+    assert with_labels(shared, labels, captions).tolist() == [0, 0, 2, 2, 0]

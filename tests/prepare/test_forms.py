@@ -165,7 +165,7 @@ def test_class_folders_can_be_split_and_are_no_negatives(tmp_path: Path) -> None
     summary = run(tmp_path / "in", out=tmp_path / "out", **options)
     dataset = Dataset(tmp_path / "out")
     assert summary.kept == 60
-    assert summary.groups == 1  # pictures 0 to 2 and 3 to 5 are the same in both classes
+    assert summary.groups == 2  # although pictures 0 to 2 and 3 to 5 are in both classes
     assert summary.splits["val"] == 6
     parts = [set(dataset.subset(name).tolist()) for name in ("train", "val", "dev")]
     same = dataset.keys(np.arange(60))

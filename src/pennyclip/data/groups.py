@@ -38,7 +38,8 @@ def with_labels(groups: I64, labels: Sequence[str | None], captions: Sequence[li
     """[rows] groups in which pictures of one class are one group too.
 
     A class may stand on both sides of a split, so this is not for splitting: captions made from a
-    class's name are no captions of a picture.
+    class's name are no captions of a picture. A picture that two classes share doesn't make them
+    one: they would no longer be told apart.
 
     Args:
         groups: [rows] of what must not be parted; captions of rows with a label don't count there.
@@ -47,9 +48,13 @@ def with_labels(groups: I64, labels: Sequence[str | None], captions: Sequence[li
     """
     if not any(labels):
         return groups
+    classes: dict[int, set[str]] = {}
+    for group, label in zip(groups.tolist(), labels, strict=True):
+        if label is not None:
+            classes.setdefault(group, set()).add(normalised(label))
     return group_rows(
         [
-            f"row {group}".encode(),
+            *([f"row {group}".encode()] if label is None or len(classes[group]) == 1 else []),
             *([f"label {normalised(label)}".encode()] if label is not None else []),
             *(f"caption {normalised(caption)}".encode() for caption in own),
         ]
