@@ -6,7 +6,9 @@ Both take turns over the same captions in one process; each round gives one rati
 "cold": new tokenizers, empty caches. "warm": the captions again, as in a long list of captions,
 where nearly every word has been seen before.
 
-Mark: warm at least 8 times open_clip, no id different.
+Ids are compared on every caption, and on random texts from all of Unicode.
+
+Mark: at least 8 times open_clip, no id different.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +26,7 @@ import ftfy
 import open_clip
 from open_clip.tokenizer import SimpleTokenizer
 
+from machine import processor, publish
 from pennyclip.data.text import ClipTokenizer
 
 CAPTIONS = Path(__file__).parents[2] / "shared" / "data" / "openstax-pairs" / "captions.jsonl"
@@ -38,11 +42,30 @@ def seconds(encode: Encode, captions: list[str]) -> float:
     return time.process_time() - start
 
 
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    models = [line.split(": ")[1] for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores"
+def random_texts(count: int) -> list[str]:
+    """Short texts of letters from everywhere in Unicode, with words and entities in between."""
+    draw = random.Random(0)
+    ranges = [(0x20, 0x7E), (0xA0, 0x17F), (0x20, 0x2FFF), (0x20, 0xD7FF), (0x1F300, 0x1FAFF)]
+    pieces = [
+        "a dog",
+        "'s",
+        "&amp;",
+        "&eacute;",
+        "Ã©",
+        "â€™",
+        "\n",
+        "<end_of_text>",
+        "１２",
+        "don't",
+    ]
+    texts = []
+    for _ in range(count):
+        low, high = draw.choice(ranges)
+        parts = [chr(draw.randint(low, high)) for _ in range(draw.randint(0, 12))]
+        parts += draw.sample(pieces, draw.randint(0, 3))
+        draw.shuffle(parts)
+        texts.append("".join(parts))
+    return texts
 
 
 def main() -> None:
@@ -63,15 +86,21 @@ def main() -> None:
         for name in times:
             pair = seconds(ours.encode, captions), seconds(theirs.encode, captions)
             times[name].append(pair)
-    different = sum(ours.encode(c)[1:-1] != theirs.encode(c) for c in captions)
+    fuzzed = random_texts(20_000)
+    different, fuzzed_different = (
+        sum(ours.encode(text)[1:-1] != theirs.encode(text) for text in texts)
+        for texts in (captions, fuzzed)
+    )
 
     report = [
         f"date        {datetime.date.today().isoformat()}",
-        f"machine     {processor()}, Python {platform.python_version()}",
+        f"machine     {processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python "
+        f"{platform.python_version()}",
         f"captions    {len(captions)} of {options.captions.parent.name}, "
         f"{sum(not c.isascii() for c in captions)} not ASCII",
         f"peer        open_clip {open_clip.__version__} SimpleTokenizer",
-        f"ids         different for {different} captions",
+        f"ids         different for {different} captions, {fuzzed_different} of {len(fuzzed):,} "
+        "random texts",
         f"rounds      {options.rounds}, taking turns, CPU time",
         "",
         "        ours, captions/s   open_clip, captions/s   ratio: median (least - most)",
@@ -83,10 +112,7 @@ def main() -> None:
             f"{name}    {len(captions) / ours_s:16,.0f}   {len(captions) / theirs_s:21,.0f}   "
             f"{statistics.median(ratios):13.1f} ({min(ratios):.1f} - {max(ratios):.1f})"
         )
-    text = "\n".join(report)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    publish(report, options.out)
 
 
 if __name__ == "__main__":

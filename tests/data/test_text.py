@@ -7,6 +7,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
+import ftfy.badness
 import numpy as np
 import open_clip.tokenizer
 import pytest
@@ -132,6 +133,15 @@ LATIN_LETTERS = "".join(chr(c) for c in range(0x2213) if LATIN.fullmatch(chr(c))
 @given(MIXED)
 def test_any_text(text: str) -> None:
     assert_same_ids(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.text(LATIN_LETTERS, max_size=5) | st.text("aÃ .", min_size=12, max_size=40)))
+@example(["x" * 40, " Ã ", "x" * 40])
+@example(["x" * 40, "ØªØª", "x" * 40])
+def test_a_shortened_text_shows_all_that_is_wrongly_decoded(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert module._is_bad(text) == ftfy.badness.is_bad(text)
 
 
 @settings(max_examples=500, deadline=None)

@@ -22,15 +22,19 @@ PREPARE = """
 import sys
 from pennyclip.prepare import prepare
 prepare(
-    [sys.argv[1]], sys.argv[2], append=sys.argv[3] == "append",
+    [sys.argv[1]], sys.argv[2], append=sys.argv[3] == "append", engine=sys.argv[4],
     shard_size=20, workers=2, raw=64, dev_share=0.1, quiet=True,
 )
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["new", "append"])
-def test_killed_at_20_random_moments(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("new", "local"), ("append", "local"), ("new", "ray")]
+)
+def test_killed_at_20_random_moments(tmp_path: Path, kind: str, engine: str) -> None:
+    if engine == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'pennyclip[ray]'")
     options = {"shard_size": 20, "raw": 64, "dev_share": 0.1}
     first = write_table(tmp_path / "first", 40)
     second = write_table(tmp_path / "second", 240, (640, 480))
@@ -44,13 +48,18 @@ def test_killed_at_20_random_moments(tmp_path: Path, kind: str) -> None:
             shutil.copytree(start, out)
         return out
 
-    def command(out: Path) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen([sys.executable, "-c", PREPARE, str(second), str(out), kind])
+    def command(out: Path, engine: str = engine) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-c", PREPARE, str(second), str(out), kind, engine]
+        )
 
     whole, began = begin(tmp_path / "whole"), time.monotonic()
     assert command(whole).wait() == 0
     seconds = time.monotonic() - began
     expected = contents(whole)
+    if engine == "ray":
+        assert command(begin(tmp_path / "local"), "local").wait() == 0
+        assert contents(tmp_path / "local") == expected
 
     chance, out, kills, finished = random.Random(0), begin(tmp_path / "out"), 0, 0
     while kills < KILLS:

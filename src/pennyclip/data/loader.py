@@ -330,4 +330,6 @@ def fit_square(
 def _resize(image: UInt8[Tensor, "1 3 H W"], height: int, width: int) -> Tensor:
     if image.shape[-2:] == (height, width):
         return image
+    # A crop's own rows, one behind the other: what comes out then keeps the order of its channels.
+    image = image.contiguous(memory_format=torch.channels_last)
     return F.interpolate(image, (height, width), mode="bicubic", antialias=True)

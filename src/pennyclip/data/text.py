@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from importlib.resources import files
-from itertools import chain, pairwise, repeat
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,10 @@ PLAIN = re.compile(r"[\t\n\f\r -%'-~]*")
 LATIN = re.compile(
     r"[ -%'-~\u00a1-\u00ac\u00ae-\u0131\u0134-\u0148\u014a-\u017f\u2013\u2014\u2026\u2212]*"
 )
+
+# What ftfy takes for wrongly decoded is at most five letters long and not all ASCII: of a longer
+# run of ASCII, both ends are enough to see it.
+ASCII_RUN = re.compile(r"([\x00-\x7f]{8})[\x00-\x7f]+([\x00-\x7f]{8})")
 
 # How CLIP cuts a cleaned caption into words (Radford et al. 2021, the released tokenizer).
 WORDS = regex.compile(
@@ -121,11 +125,11 @@ class ClipTokenizer:
         self._letters = _byte_letters()
         self._ids = {letter: number for number, letter in enumerate(self._letters.values())}
         self._ids |= {letter + "</w>": number + 256 for letter, number in self._ids.items()}
-        self._merges: dict[tuple[int, int], int] = {}
+        self._merges: list[dict[int, int]] = [{} for _ in range(self.vocab_size)]
         for line in listing.decode("utf-8").splitlines():
             left, right = line.split(" ")
             number = len(self._ids)
-            self._merges[self._ids[left], self._ids[right]] = number
+            self._merges[self._ids[left]][self._ids[right]] = number
             self._ids[left + right] = number
         self._ids |= {"<start_of_text></w>": self.START, "<end_of_text></w>": self.END}
         self._known = _Chunks(self._encode_chunk)
@@ -145,7 +149,10 @@ class ClipTokenizer:
         # A chunk of one word is the word; what is long would only fill the cache.
         known = len(words) > 1 and len(chunk) <= CACHE_LENGTH
         encode = self._known.__getitem__ if known else self._merge
-        return tuple(chain.from_iterable(map(encode, words)))
+        ids: tuple[int, ...] = ()
+        for word in words:
+            ids += encode(word)
+        return ids
 
     def _merge(self, word: str) -> tuple[int, ...]:
         letters = word
@@ -154,19 +161,19 @@ class ClipTokenizer:
         whole = self._ids.get(letters + "</w>")
         if whole is not None:  # the merges lead to every word of the vocabulary; a test shows it
             return (whole,)
-        ids = [self._ids[letter] for letter in letters]
+        ids = list(map(self._ids.__getitem__, letters))
         ids[-1] += 256
-        merge, none = self._merges.get, self.vocab_size
-        found = list(map(merge, pairwise(ids), repeat(none)))
+        merges, none = self._merges, self.vocab_size
+        found = [merges[left].get(right, none) for left, right in pairwise(ids)]
         while found and (first := min(found)) < none:
             # The leftmost is enough: what needs the merged pair stands later in the ranks.
             at = found.index(first)
-            ids[at : at + 2] = [first]
-            del found[at]
+            ids[at] = first
+            del ids[at + 1], found[at]
             if at > 0:
-                found[at - 1] = merge((ids[at - 1], first), none)
+                found[at - 1] = merges[ids[at - 1]].get(first, none)
             if at < len(found):
-                found[at] = merge((first, ids[at + 1]), none)
+                found[at] = merges[first].get(ids[at + 1], none)
         return tuple(ids)
 
 
@@ -187,11 +194,22 @@ class _Chunks(dict[str, tuple[int, ...]]):
 
 def _clean(text: str) -> str:
     """Repaired, unescaped and in lower case, like CLIP's; white space is left for `split`."""
-    if not (PLAIN.fullmatch(text) or (LATIN.fullmatch(text) and not is_bad(text))):
+    if text.isascii() and text.isprintable():
+        plain = "&" not in text
+    elif LATIN.fullmatch(text):
+        plain = not _is_bad(text)
+    else:
+        plain = PLAIN.fullmatch(text) is not None
+    if not plain:
         text = ftfy.fix_text(text)
         if "&" in text:
             text = html.unescape(html.unescape(text))
     return text.lower()
+
+
+def _is_bad(text: str) -> bool:
+    """Whether ftfy would take a text for wrongly decoded."""
+    return is_bad(ASCII_RUN.sub(r"\1\2", text))
 
 
 def _byte_letters() -> dict[int, str]:

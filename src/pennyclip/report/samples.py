@@ -113,11 +113,13 @@ def _marked(before: str, after: str) -> Html:
 
 
 def _settings(augment: Augment) -> str:
-    values = {
-        "crops of": f"{augment.crop_scale[0]:.0%} to {augment.crop_scale[1]:.0%} of the area",
-        "mirrored": f"{augment.flip:.0%}",
-        "colours within": f"{augment.color_jitter:.0%}",
-        "words dropped": f"{augment.word_dropout:.1%}",
-        "words replaced": f"{augment.synonyms:.1%}",
-    }
-    return "; ".join(f"{name} {value}" for name, value in values.items()) + "."
+    low, high = augment.crop_scale
+    parts = [
+        (augment.crop_scale != (1.0, 1.0), f"crops of {low:.0%} to {high:.0%} of the area"),
+        (augment.flip, f"{augment.flip:.0%} mirrored"),
+        (augment.color_jitter, f"colours within {augment.color_jitter:.0%}"),
+        (augment.word_dropout, f"{augment.word_dropout:.1%} of the words dropped"),
+        (augment.synonyms, f"{augment.synonyms:.1%} replaced by synonyms"),
+    ]
+    text = "; ".join(text for used, text in parts if used).replace("%", " %")
+    return f"{text[:1].upper()}{text[1:]}."
