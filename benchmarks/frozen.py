@@ -36,9 +36,9 @@ from pennyclip.features import silent
 from pennyclip.loss import LOSSES
 from pennyclip.model.freezing import frozen_layers
 from pennyclip.prepare import prepare
+from pennyclip.ready import step_seed
 from pennyclip.session import Rows, Setup, enter_stage, open_rows
 from pennyclip.stages import make_plan
-from pennyclip.train import step_seed
 from pennyclip.update import update
 from pennyclip.weights.build import build
 

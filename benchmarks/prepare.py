@@ -138,7 +138,7 @@ def main() -> None:
         f"{args.rounds} rounds",
         "",
     ]
-    publish([*head, *decode_and_resize(jpegs, args.rounds), "", *whole(jpegs * 4)], args.out)
+    publish([*head, *decode_and_resize(jpegs, args.rounds), "", *whole(jpegs * 32)], args.out)
 
 
 if __name__ == "__main__":

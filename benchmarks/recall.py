@@ -21,7 +21,7 @@ import torch
 
 from machine import publish
 from pennyclip.config_file import load_recipe
-from pennyclip.evaluate.command import evaluate_retrieval
+from pennyclip.evaluate.runs import evaluate_retrieval
 from pennyclip.prepare import prepare
 
 SHOWN = ("image_to_text/R@1", "text_to_image/R@1", "image_to_text/R@10", "text_to_image/R@10")

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pennyclip.caching import check_cacheable, micro_seed, rows_of
-from pennyclip.config import ClipText, Config, ImageTower, LossScaling, Model, Precision, Stage
-from pennyclip.config_file import load_recipe
+from pennyclip.config import Config, ImageTower, LossScaling, Model, Precision, Stage
 from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError
 from pennyclip.loss import LOSSES, Features
@@ -23,6 +22,7 @@ from pennyclip.scaling import LossScaler
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import train
 from pennyclip.update import embed_image, embed_text, update
+from small_runs import small_run
 from update_batches import SIZE, adamw, gradients, pairs, tiny_clip
 
 SEED = 7
@@ -232,18 +232,7 @@ def test_a_micro_batch_is_a_part_of_the_batch(micro_batch: int) -> None:
 
 
 def test_a_run_with_micro_batches_is_the_same_run(small_dataset: Path, tmp_path: Path) -> None:
-    recipe = load_recipe("scratch-vit-tiny")
-    image = replace(recipe.model.image, image_size=32)
-    plain = replace(
-        recipe,
-        data=str(small_dataset),
-        model=replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1)),
-        stages=(Stage(samples=24, mask_ratio=0.5),),
-        batch_size=8,
-        log_every=1,
-        workers=0,
-        evaluate=replace(recipe.evaluate, every_epochs=9.0),
-    )
+    plain = small_run(small_dataset, stages=(Stage(samples=24, mask_ratio=0.5),))
     lines = []
     for name, micro_batch in (("plain", None), ("cached", 3)):
         train(replace(plain, micro_batch=micro_batch), tmp_path / name, quiet=True)

@@ -1,6 +1,5 @@
 """What running out of memory looks like, and that a run goes on in less of it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ from torch import Tensor, nn
 
 from pennyclip import memory
 from pennyclip.checkpoint import checkpoints, load_trainer
-from pennyclip.config import ClipText, Config, Stage
-from pennyclip.config_file import load_recipe
+from pennyclip.config import Checkpointing
 from pennyclip.errors import RunError
 from pennyclip.loss import LOSSES
 from pennyclip.memory import available, ran_out
@@ -19,6 +17,7 @@ from pennyclip.model.image import ImageTower
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import resume, train
 from pennyclip.update import update
+from small_runs import small_run
 from update_batches import adamw, gradients, pairs, tiny_clip, weights
 
 USUAL: dict[str, Any] = {"clip_norm": 1.0, "precision": "fp32", "seed": 5}
@@ -139,22 +138,11 @@ def test_the_optimizers_own_shortage_is_named(monkeypatch: pytest.MonkeyPatch) -
         update(model, LOSSES["infonce"], optimizer, pairs(4), **USUAL)
 
 
-def small(data: Path, **changed: Any) -> Config:
-    recipe = load_recipe("scratch-vit-tiny")
-    image = replace(recipe.model.image, image_size=32)
-    model = replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1))
-    same = {"data": str(data), "batch_size": 8, "log_every": 1, "workers": 0}
-    quiet = replace(recipe.evaluate, every_epochs=9.0)
-    checkpoint = replace(recipe.checkpoint, every_steps=2)
-    config = replace(recipe, model=model, evaluate=quiet, checkpoint=checkpoint)
-    return replace(config, stages=(Stage(samples=32),), **same, **changed)
-
-
 def test_a_run_goes_on_and_keeps_the_smaller_micro_batch(
     small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out at step 2; the run is resumed from there and finishes as it would have."""
-    config = small(small_dataset)
+    config = small_run(small_dataset, checkpoint=Checkpointing(every_steps=2))
     train(config, tmp_path / "plain", quiet=True)
     passes, features = [], ImageTower.features
 

@@ -24,11 +24,12 @@ from pennyclip.model.freezing import freeze
 from pennyclip.narrow import narrowed, round_weights
 from pennyclip.optim import OPTIMIZERS
 from pennyclip.optim.groups import parameter_groups
-from pennyclip.precision import assign, check, choose, lr_scale, own_precisions
+from pennyclip.precision import assign, check_precision, choose, lr_scale, own_precisions
 from pennyclip.scaling import LossScaler
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import resume, train
 from pennyclip.update import update
+from small_runs import small_run
 from update_batches import adamw, gradients, pairs, tiny_clip, weights
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -379,19 +380,11 @@ def test_the_first_pattern_counts_and_an_idle_one_is_refused() -> None:
 
 
 def request(dataset: Path, **changed: Any) -> Config:
-    recipe = load_recipe("scratch-vit-tiny")
-    image = replace(recipe.model.image, image_size=32)
-    config = replace(
-        recipe,
-        data=str(dataset),
-        model=replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1)),
+    config = small_run(
+        dataset,
         stages=(Stage(samples=8 * 6),),
-        batch_size=8,
         precision="pure-bf16",
-        log_every=1,
-        workers=0,
         checkpoint=Checkpointing(every_steps=1, keep=9),
-        evaluate=replace(recipe.evaluate, every_epochs=9.0),
     )
     return replace(config, **changed)
 
@@ -430,7 +423,7 @@ def test_lr_scale_is_for_16_bits_and_off_unless_asked() -> None:
     for precision, scale in {"fp32": 1, "tf32": 1, "bf16": 0.5, "pure-fp16": 0.5}.items():
         assert lr_scale(asked, precision) == scale
         assert lr_scale(config, precision) == 1
-    check(tiny_clip(), asked)
+    check_precision(tiny_clip(), asked)
 
 
 def test_pure_fp16_scales_and_skips_what_overflows() -> None:
@@ -452,13 +445,15 @@ def test_pure_fp16_scales_and_skips_what_overflows() -> None:
     assert not torch.equal(model.get_parameter(name), before[name])
 
 
-@pytest.mark.parametrize("precision", ["pure-bf16", "pure-fp16", "stochastic"])
+@pytest.mark.parametrize("precision", ["pure-bf16", "pure-fp16", "stochastic", "stochastic lamb"])
 def test_a_resumed_run_equals_an_unbroken_one(
     small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Any
 ) -> None:
     config = request(small_dataset)
-    if precision == "stochastic":
-        config = replace(config, optim=replace(config.optim, stochastic_rounding=True))
+    stochastic, _, optimizer = precision.partition(" ")
+    if stochastic == "stochastic":
+        optim = replace(config.optim, stochastic_rounding=True, name=optimizer or "adamw")
+        config = replace(config, optim=optim)
     else:
         config = replace(config, precision=precision)
     own = ModulePrecision(modules="visual.trunk.blocks.0", precision="fp32")
@@ -484,7 +479,7 @@ def test_a_resumed_run_equals_an_unbroken_one(
         assert value.dtype == FP32
         assert torch.equal(value, second[name])
     narrow = {n: torch.equal(v, v.bfloat16().float()) for n, v in first.items() if v.ndim > 1}
-    if precision == "stochastic":
+    if stochastic == "stochastic":
         assert {n for n, is_so in narrow.items() if not is_so} == {
             n for n in narrow if n.startswith("visual.trunk.blocks.0.")
         }

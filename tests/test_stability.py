@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faulty_runs import (
+    BATCH,
+    Do,
+    do_before_each,
+    events,
+    mean_loss,
+    named,
+    names,
+    nan_in_a_layer,
+    request,
+    trained,
+)
 from pennyclip.checkpoint import checkpoints, load_trainer
 from pennyclip.config import (
     Augment,
-    Checkpointing,
     ClipText,
     Config,
     LossScaling,
@@ -33,72 +45,10 @@ from pennyclip.model.text_clip import ClipTextTower
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import resume, train
 
-BATCH = 16
-Do = Callable[[int, CLIP, torch.optim.Optimizer], None]
-"""Done before the update from batch `number` (from 1)."""
-
-
-def request(dataset: Path, steps: int, **changed: Any) -> Config:
-    """A text tower that learns beside a frozen image trunk: some milliseconds an update."""
-    recipe = load_recipe("scratch-vit-tiny")
-    config = replace(
-        recipe,
-        data=str(dataset),
-        model=replace(
-            recipe.model,
-            embed_dim=32,
-            image=replace(recipe.model.image, name="test_vit", image_size=32),
-            text=ClipText(width=32, heads=2, layers=1),
-        ),
-        stages=(Stage(samples=BATCH * steps, image_layers="none"),),
-        augment=Augment(),
-        batch_size=BATCH,
-        log_every=1,
-        workers=0,
-        optim=replace(recipe.optim, lr=2e-3),
-        checkpoint=Checkpointing(every_steps=20, keep=3),
-        evaluate=replace(recipe.evaluate, every_epochs=1e3),
-    )
-    return replace(config, **changed)
-
 
 @pytest.fixture
 def before_each(monkeypatch: pytest.MonkeyPatch) -> Callable[[Do], None]:
-    import pennyclip.train
-
-    update = pennyclip.train.update
-
-    def install(do: Do) -> None:
-        seen = [0]
-
-        def counted(model: CLIP, loss: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
-            seen[0] += 1
-            do(seen[0], model, optimizer)
-            return update(model, loss, optimizer, *rest, **more)
-
-        monkeypatch.setattr(pennyclip.train, "update", counted)
-
-    return install
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    return [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "event"]
-
-
-def names(run: Path) -> list[str]:
-    return [event["name"] for event in events(run)]
-
-
-def named(run: Path, name: str) -> dict[str, Any]:
-    return next(event for event in events(run) if event["name"] == name)
-
-
-def trained(run: Path) -> list[dict[str, Any]]:
-    return [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
-
-
-def mean_loss(run: Path, last: int = 10) -> float:
-    return sum(float(r["loss"]) for r in trained(run)[-last:]) / last
+    return partial(do_before_each, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +62,6 @@ def test_a_healthy_run_has_no_event(healthy: Path) -> None:
     assert names(healthy) == []
     assert mean_loss(healthy) < 0.1 < 3 < float(trained(healthy)[0]["loss"])
     assert trained(healthy)[0]["candidates"] == BATCH
-
-
-def nan_in_a_layer(at: Callable[[int], bool]) -> Do:
-    """A layer's output becomes NaN while a batch is seen."""
-
-    def do(number: int, model: CLIP, _: Any) -> None:
-        layer = model.text.transformer.resblocks[0].mlp.c_proj
-        layer._forward_hooks.clear()
-        if at(number):
-            layer.register_forward_hook(lambda *seen: seen[2] * math.nan)
-
-    return do
 
 
 def test_nan_in_a_layer_costs_one_batch(
@@ -186,18 +124,9 @@ def unclipped(dataset: Path, steps: int = 120) -> Config:
 @pytest.fixture(scope="module")
 def spiked(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without clipping in which one update has 1,000 times the rate."""
-    import pennyclip.train
-
     run = tmp_path_factory.mktemp("runs") / "spiked"
-    update, seen = pennyclip.train.update, [0]
-
-    def wild(model: CLIP, loss: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
-        seen[0] += 1
-        one_wild_update(seen[0], model, optimizer)
-        return update(model, loss, optimizer, *rest, **more)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pennyclip.train, "update", wild)
+        do_before_each(patch, one_wild_update)
         train(unclipped(small_dataset), run, quiet=True)
     return run
 
@@ -207,7 +136,10 @@ def test_a_spike_without_clipping_is_rolled_back(spiked: Path) -> None:
     spike, back = events(spiked)
     assert spike["since"] == 51
     assert 51 < spike["step"] <= 51 + 4
-    assert len(spike["rows"]) == 8
+    assert len(spike["rows"]) == len(spike["row_losses"]) == len(spike["batches"]) == 8
+    assert {51} <= set(spike["batches"]) <= set(range(51, spike["step"] + 1))
+    assert spike["row_losses"][0] > 2
+    assert {jump["batch"] for jump in spike["gradient_jumps"].values()} == {51}
     assert len(spike["largest_gradients"]) == len(spike["largest_update_rms"]) == 3
     assert (back["to"], back["undone"]) == (40, back["step"] - 40)
     at = back["step"]
@@ -215,7 +147,7 @@ def test_a_spike_without_clipping_is_rolled_back(spiked: Path) -> None:
     assert lines[at]["skipped"] == 0
     assert lines[at + 1]["skipped"] == back["undone"]
     assert lines[at + 1]["lr"] == lines[41]["lr"]
-    assert lines[at + 1]["rows"] != lines[41]["rows"]
+    assert lines[at + 1]["rows_fingerprint"] != lines[41]["rows_fingerprint"]
     assert float(lines[at]["loss"]) > 2 > float(lines[at + 1]["loss"])
     assert {r["clipped"] for r in lines.values()} == {0.0}
     assert mean_loss(spiked) < 0.15

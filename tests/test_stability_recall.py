@@ -11,7 +11,7 @@ import torch
 
 from pennyclip.config import Config
 from pennyclip.config_file import load_recipe
-from pennyclip.evaluate.command import evaluate_retrieval
+from pennyclip.evaluate.runs import evaluate_retrieval
 from pennyclip.model.clip import CLIP
 from pennyclip.prepare import prepare
 from pennyclip.telemetry.metrics import read_metrics
@@ -31,9 +31,9 @@ def trained(
     config: Config, out: Path, do: Callable[[int, CLIP, Any], None] | None = None
 ) -> tuple[list[str], float]:
     """The run's events, and R@10 of both directions on the validation pictures, their mean."""
-    import pennyclip.train
+    import pennyclip.ready
 
-    update, seen = pennyclip.train.update, [0]
+    update, seen = pennyclip.ready.update, [0]
 
     def counted(model: CLIP, loss: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
         seen[0] += 1
@@ -42,7 +42,7 @@ def trained(
         return update(model, loss, optimizer, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pennyclip.train, "update", counted)
+        patch.setattr(pennyclip.ready, "update", counted)
         train(config, out, quiet=True)
     found = evaluate_retrieval(out, Path(config.data), "val", "best").metrics
     names = [r["name"] for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "event"]

@@ -70,7 +70,8 @@ def test_init_at_another_image_size_resamples(
         (["--model.embed-dim", "128"], "model.embed_dim (there 256, asked 128)"),
         (["--model.text.layers", "3"], "model.text.layers (there 2, asked 3)"),
         (["--model.image.name", "vit_small_patch16_224"], "model.image.name"),
-        (["--loss", "sigmoid"], "another kind of loss"),
+        (["--loss", "sigmoid"], "model.logit_bias = false, and the loss 'sigmoid' needs a bias"),
+        (["--loss", "sigmoid", "--model.logit-bias", "None"], "another kind of loss"),
         (["--init", "nowhere"], "holds no checkpoint"),
     ],
 )
@@ -122,7 +123,7 @@ def test_only_a_wsd_run_has_a_cooldown(
 
 def _stop_after(step: int, config: Config, run: Path) -> None:
     """Train until a checkpoint of `step` stands, as a run that was broken off there."""
-    import pennyclip.train as loop
+    import pennyclip.ready as loop
 
     class Enough(Exception):
         pass

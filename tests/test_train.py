@@ -61,7 +61,8 @@ def finish(arguments: list[str], code: int = 0) -> str:
 
 def updates(run: Path) -> list[dict]:
     """What each update did, without the times."""
-    keep = ("step", "loss", "lr", "grad_norm", "logit_scale", "rows", "accuracy", "samples")
+    keep = ("step", "loss", "lr", "grad_norm", "logit_scale", "rows_fingerprint")
+    keep += ("accuracy", "samples")
     records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
     return [{key: r[key] for key in keep} for r in records]
 
@@ -97,7 +98,7 @@ def test_rows_come_in_the_order_of_the_stream(straight: Path, small_dataset: Pat
         order, _ = Order(load_recipe("scratch-vit-tiny").seed, np.array([len(rows)])).at(
             (record["step"] - 1) * BATCH, BATCH
         )
-        assert record["rows"] == crc32(rows[order].tobytes())
+        assert record["rows_fingerprint"] == crc32(rows[order].tobytes())
 
 
 def test_a_killed_run_resumed_equals_an_unbroken_one(
@@ -133,7 +134,6 @@ def test_a_kill_inside_a_save_loses_nothing(
     process.send_signal(signal.SIGKILL)
     process.wait()
     (partial,) = (run / "checkpoints").glob(".step_000007.*.tmp")
-    assert not (partial / "meta.json").exists()
     assert checkpoints(run)[-1].step == 6
     text = finish(command(small_dataset, run), code=2)
     assert "unfinished at update 6 of 12" in text
@@ -246,7 +246,7 @@ def test_a_later_stage_that_cannot_be_is_refused_before_the_first_update(
         (["--batch-size", "4000"], "fewer than batch_size"),
         (["--batch-size", "1"], "batch_size = 1"),
         (["--optim.warmup-steps", "500"], "never reach its peak"),
-        (["--optim.warmup-step", "5"], "Perhaps you meant"),
+        (["--optim.warmup-step", "5"], "Did you mean 'warmup_steps'?"),
         (["--loss", "infonze"], "known are infonce"),
         (["--subset", "trian"], "no subset 'trian'. It has: dev, train, val"),
         (["--model.image.name", "vit_tinny"], "has no model 'vit_tinny'"),

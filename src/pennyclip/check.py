@@ -53,6 +53,11 @@ def check_config(config: Config) -> None:
 def _check_optim(config: Config) -> None:
     optim = config.optim
     _check_betas("optim.betas", optim.betas)
+    if optim.name == "nvlamb" and optim.clip_norm > 1:
+        raise RequestError(
+            f"optim.clip_norm = {optim.clip_norm:g} would have no effect: nvlamb itself divides "
+            "gradients by their norm where that exceeds 1. Set at most 1, or optim.name = lamb."
+        )
     for name, value in (("eps", optim.eps), ("lr_scale", optim.lr_scale)):
         if not (value > 0 and math.isfinite(value)):
             raise RequestError(f"optim.{name} = {value:g}: expected a finite number above 0")
@@ -99,11 +104,11 @@ def _check_stage(stage: Stage, where: str, first: bool) -> None:
             f"{where}: text_length = {stage.text_length} leaves no room for a word "
             "between the start and end tokens. Take at least 3, usually 16 or more."
         )
-    ratios = stage.mask_ratio if isinstance(stage.mask_ratio, tuple) else (stage.mask_ratio,)
-    if not all(0 <= ratio < 1 for ratio in ratios):
+    if not all(0 <= ratio < 1 for ratio in stage.mask_range):
+        ratios = " ".join(dict.fromkeys(f"{ratio:g}" for ratio in stage.mask_range))
         raise RequestError(
-            f"{where}: mask_ratio = {' '.join(f'{r:g}' for r in ratios)}: expected "
-            "shares of the patches, at least 0 and below 1"
+            f"{where}: mask_ratio = {ratios}: expected shares of the patches, at least 0 and "
+            "below 1"
         )
     if stage.image_size is not None and stage.image_size < 1:
         raise RequestError(f"{where}: image_size = {stage.image_size}: expected pixels, at least 1")

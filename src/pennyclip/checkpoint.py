@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -37,13 +37,22 @@ from pennyclip.weights.open_clip import open_clip_files
 TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
+class Scores(NamedTuple):
+    """What an evaluation found, larger is better; None: not evaluated."""
+
+    raw: float | None = None
+    """Of the weights."""
+    average: float | None = None
+    """Of their moving average."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A finished checkpoint folder."""
 
     path: Path
     step: int
-    """Updates made."""
+    """Batches trained on, those included from which no update was made."""
     score: float | None
     """What the run chooses by, larger is better; None: not evaluated at this step."""
     ema_score: float | None = None
@@ -73,16 +82,19 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(path, meta["step"], meta["score"], meta.get("ema_score"))
 
 
-def best(found: list[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint with the highest score, the earliest among equals."""
-    scored = [c for c in found if c.score is not None]
-    return max(scored, key=lambda c: (c.score, -c.step)) if scored else None
+def best(found: list[Checkpoint], *, averaged: bool = False) -> Checkpoint | None:
+    """The checkpoint with the highest score, the earliest among equals; None: none was scored.
 
+    Args:
+        found: in any order.
+        averaged: go by the averaged weights' score.
+    """
 
-def best_average(found: list[Checkpoint]) -> Checkpoint | None:
-    """The checkpoint whose averaged weights have the highest score."""
-    scored = [c for c in found if c.ema_score is not None]
-    return max(scored, key=lambda c: (c.ema_score, -c.step)) if scored else None
+    def score(checkpoint: Checkpoint) -> float | None:
+        return checkpoint.ema_score if averaged else checkpoint.score
+
+    scored = [c for c in found if score(c) is not None]
+    return max(scored, key=lambda c: (score(c), -c.step), default=None)
 
 
 def choose(path: Path, which: str = "best") -> Checkpoint:
@@ -122,7 +134,7 @@ def choose(path: Path, which: str = "best") -> Checkpoint:
 def _choose_average(path: Path, which: str) -> Checkpoint:
     chosen = choose(path, which)
     if which == "best":
-        chosen = best_average(checkpoints(path)) or chosen
+        chosen = best(checkpoints(path), averaged=True) or chosen
     chosen = replace(chosen, averaged=True)
     if not chosen.weights.is_file():
         raise RequestError(
@@ -135,7 +147,7 @@ def _choose_average(path: Path, which: str) -> Checkpoint:
 def save(
     run: Path,
     step: int,
-    scores: tuple[float | None, float | None],
+    scores: Scores,
     model: CLIP,
     ema: Ema | None,
     trainer: Mapping[str, Any],
@@ -148,7 +160,7 @@ def save(
     Args:
         run: the run's folder.
         step: batches trained on.
-        scores: of the evaluation at this step, if there was one: the weights' and the average's.
+        scores: of the evaluation at this step, if there was one.
         model: its weights are written in their own dtypes, adapters merged into them.
         trainer: what training needs to go on, for `torch.load` with `weights_only`.
         text_folder: of a transformers text tower's configuration and tokenizer.
@@ -161,7 +173,7 @@ def save(
     final = run / "checkpoints" / f"step_{step:06d}"
     with replacing(final) as folder:
         folder.mkdir()
-        meta = {"step": step, "score": scores[0], "ema_score": scores[1], "dataset": dataset}
+        meta = {"step": step, "score": scores.raw, "ema_score": scores.average, "dataset": dataset}
         try:
             write_model(folder, model, text_folder, meta)
             if ema is not None:
@@ -171,7 +183,7 @@ def save(
         except (SafetensorError, RuntimeError) as error:  # what they make of a full disk
             raise OSError(str(error)) from error
     found = checkpoints(run)
-    kept = {c.step for c in [*found[-keep:], best(found), best_average(found)] if c is not None}
+    kept = {c.step for c in [*found[-keep:], best(found), best(found, averaged=True)] if c}
     for old in found:
         if old.step not in kept:
             remove(old.path)

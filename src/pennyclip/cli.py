@@ -19,11 +19,12 @@ from pennyclip.answer import Answer, Json
 from pennyclip.bench.commands import BatchSize, Precision, Rate
 from pennyclip.config import Config
 from pennyclip.config_file import load_recipe
-from pennyclip.doctor.commands import Doctor
+from pennyclip.doctor.command import Doctor
 from pennyclip.errors import RequestError, RunError
 from pennyclip.evaluate.task import Task
 from pennyclip.filter.command import Filter
 from pennyclip.prepare_command import Prepare
+from pennyclip.recipe_options import check_options, read_tables
 from pennyclip.samples_command import Samples
 from pennyclip.telemetry.metrics import plain
 
@@ -100,7 +101,7 @@ class Retrieval:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.evaluate.command import evaluate_retrieval
+        from pennyclip.evaluate.runs import evaluate_retrieval
 
         return _result(evaluate_retrieval(self.run_, self.data, self.split, self.checkpoint))
 
@@ -120,7 +121,7 @@ class Zeroshot:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.evaluate.command import evaluate_zeroshot
+        from pennyclip.evaluate.runs import evaluate_zeroshot
 
         return _result(evaluate_zeroshot(self.run_, self.images, self.checkpoint, self.classes))
 
@@ -230,7 +231,7 @@ class Interpolate:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.interpolate.command import interpolate_run
+        from pennyclip.interpolate.runs import interpolate_run
 
         options = {k: v for k, v in vars(self).items() if k not in ("run_", "json")}
         made = interpolate_run(self.run_, **options)
@@ -249,7 +250,7 @@ class Weights:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.weights.command import inspect_weights
+        from pennyclip.weights.inspection import inspect_weights
 
         text, tree = inspect_weights(self.file, self.tower)
         return Answer(text, tree, 0 if tree["fits"] else 2)
@@ -330,11 +331,14 @@ def parse(argv: Sequence[str]) -> Command:
     required = {
         field.name: tyro.MISSING for field in fields if field.default is dataclasses.MISSING
     }
+    recipe, *rest = rest
+    config, rest = read_tables(load_recipe(recipe), rest)
+    check_options(config, ["help", *(field.name.rstrip("_") for field in fields)], rest)
     return tyro.cli(
         kind,
-        prog=f"{program} {rest[0]}",
-        args=rest[1:],
-        default=kind(**required | {"config": load_recipe(rest[0])}),
+        prog=f"{program} {recipe}",
+        args=rest,
+        default=kind(**required | {"config": config}),
         config=(tyro.conf.AvoidSubcommands,),
     )
 

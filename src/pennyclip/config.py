@@ -96,8 +96,8 @@ class Model:
     """Width of the shared embedding space."""
     head_dropout: float = 0.0
     """Share of the trunks' features that is dropped before the heads in training."""
-    logit_bias: bool = False
-    """Whether the model owns a bias of the logits; set by the loss (sigmoid)."""
+    logit_bias: bool | None = None
+    """Whether the model owns a bias of the logits; unset: as its loss needs (sigmoid: yes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,20 @@ class Stage:
     CLIPA's ends have one); unset: it goes on along the course before it."""
     new_lr_factor: float = 1.0
     """Multiplies the rates of what learns in this stage and in none before, during this stage."""
+
+    @property
+    def mask_range(self) -> tuple[float, float]:
+        """Share of the patches that is dropped in its first and in its last update."""
+        return self.mask_ratio if isinstance(self.mask_ratio, tuple) else (self.mask_ratio,) * 2
+
+    @property
+    def masks(self) -> bool:
+        """Whether it ever drops patches."""
+        return any(self.mask_range)
+
+    def length(self, epoch: int) -> float:
+        """Samples that it sees, where an epoch has so many. Its batches are whole: a few more."""
+        return (self.epochs or 0) * epoch if self.samples is None else self.samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +294,8 @@ class Stability:
     """What is done about a run that is not well: see `stability.py`."""
 
     rollbacks: int = 3
-    """How often a run may go back to an earlier checkpoint before it is stopped; 0: never."""
+    """How often a run may go back to an earlier checkpoint before it is stopped; 0: never. After
+    2,000 updates without (`stability.REFILL`) it may as often again."""
     rate_factor: float = 0.3
     """Multiplies every rate where the rate may be to blame. Chosen: half a power of ten."""
     patience: int = 5
@@ -342,8 +357,9 @@ class Config:
     """Modules with a precision of their own; the first that matches counts."""
     loss: str = "infonce"
     compile: bool = False
-    """Try torch.compile on the first updates of each stage, and keep it where it is faster. Which
-    way it goes depends on the machine; apart from rounding, the result does not."""
+    """Try torch.compile on the first updates of each stage, for the towers and for LAMB's step, and
+    keep either where it is faster. Which way it goes depends on the machine; apart from rounding,
+    the result does not."""
     ema_decay: float | None = None
     """Of an average of the weights, evaluated and saved beside them; unset: none is kept."""
     workers: int = 2

@@ -4,14 +4,13 @@ An unknown key is an error that names its nearest neighbour. Imports no torch.
 """
 
 import dataclasses
-import difflib
 import tomllib
 import types
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pennyclip.config import Config
-from pennyclip.errors import RequestError
+from pennyclip.errors import RequestError, did_you_mean
 
 T = TypeVar("T")
 
@@ -26,11 +25,9 @@ def load_recipe(name: str) -> Config:
     """Read a named recipe, or a TOML file given by its path."""
     path = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
     if not path.is_file():
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
         raise RequestError(
-            f"no recipe '{name}'.{hint} Known recipes: {', '.join(recipe_names())}; "
-            "or give the path of a .toml file."
+            f"no recipe '{name}'.{did_you_mean(name, recipe_names())} Known recipes: "
+            f"{', '.join(recipe_names())}; or give the path of a .toml file."
         )
     return read_toml(path)
 
@@ -55,8 +52,7 @@ def from_tree(kind: type[T], tree: Any, where: str) -> T:
     hints = get_type_hints(kind)
     for key in tree:
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" Known keys: {', '.join(hints)}."
+            hint = did_you_mean(key, hints) or f" Known keys: {', '.join(hints)}."
             raise RequestError(f"{where}: unknown key '{key}'.{hint}")
     values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in tree.items()}
     for item in dataclasses.fields(kind):  # type: ignore[arg-type]

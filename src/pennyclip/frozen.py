@@ -50,7 +50,7 @@ def store_frozen(
         captions_vary = "captions differ each time (augment)"
     if config.augment.changes_images:
         varies = "images differ each time (augment)"
-    elif stage.mask_ratio not in (0.0, (0.0, 0.0)):
+    elif stage.masks:
         varies = "patches are dropped (mask_ratio)"
     with evaluating(model):
         image_store, of_image = _store("image", model.visual, image, varies, len(dataset), samples)

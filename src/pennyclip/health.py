@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pennyclip.evidence import Evidence
 from pennyclip.loss_course import LossCourse
 
 
@@ -14,17 +15,20 @@ class Health:
     stage: int = -1
     lr_factor: float = 1.0
     rollbacks: int = 0
+    updates: int = 0
+    """Made since the last rollback."""
     first_trouble: tuple[str, int] | None = None
     """Why the run was rolled back for the first time, and which batch was the first."""
     course: LossCourse = field(default_factory=LossCourse)
+    evidence: Evidence = field(default_factory=Evidence)
     spreads: list[float] = field(default_factory=list)
     """By how many nats the logits of the last batches differed, at most."""
     update_rms: float = 0.0
     """The largest since it was last looked at."""
     not_finite: list[int] = field(default_factory=list)
     """The last batches, if none of them gave an update."""
-    first_cause: str = ""
-    """What was not finite in the first of them."""
+    skips: dict[int, str] = field(default_factory=dict)
+    """Those among the last batches that gave no update, and what was not finite in each."""
     held: float = 0.0
     """The loss scale of the last update; 0: none has held since an overflow."""
     overflows: list[int] = field(default_factory=list)
@@ -39,7 +43,11 @@ class Health:
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> "Health":
-        return cls(**dict(state) | {"course": LossCourse(**state["course"])})
+        parts = {
+            "course": LossCourse(**state["course"]),
+            "evidence": Evidence(**state["evidence"]),
+        }
+        return cls(**dict(state) | parts)
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

@@ -32,10 +32,10 @@ WORSE = 1.25
 
 @dataclass
 class LossCourse:
-    """The losses of a stage so far, as far as they are needed."""
+    """The losses of a run so far, as far as they are needed."""
 
     first: list[float] = field(default_factory=list)
-    """The stage's first `SHORT` losses."""
+    """The first `SHORT` losses."""
     calm: list[float] = field(default_factory=list)
     """The last `LONG` that did not deviate, or had become the new normal."""
     last: list[float] = field(default_factory=list)
@@ -50,11 +50,18 @@ class LossCourse:
     """Whether they are one, and began less than `SETTLED` batches ago."""
     lasting: bool = False
     """Whether more than half of them deviate, so far that it is not expected to mend."""
+    entering: bool = False
+    """Whether the next loss is the first of a stage."""
 
     @property
     def normal(self) -> float:
         """The running mean."""
-        return fmean(self.calm) if len(self.calm) >= ENOUGH else fmean(self.first)
+        return fmean(self.calm or self.first)
+
+    def enter_stage(self) -> None:
+        """A stage begins. Its first loss, before any update of its own, says whether what was
+        normal still is; if not, that has to be learnt anew."""
+        self.entering = True
 
     def see(self, step: int, loss: float, guessing: float) -> bool:
         """Take in the loss of batch `step`; whether a spike shows for the first time.
@@ -73,6 +80,11 @@ class LossCourse:
         else:
             limit = lasts = WORSE * guessing
         deviates = loss > limit
+        if self.entering and deviates:
+            self.calm, limit = [], WORSE * guessing
+            self.forget_spike()
+            deviates, known, lasts = loss > limit, False, limit
+        self.entering = False
         if deviates:
             self.since = step if self.since is None else self.since
         settled = self.since is not None and step - self.since >= SETTLED

@@ -8,7 +8,6 @@ bf16 and fp16 are torch's autocast. Under the pure ones the weights themselves h
 gradients are computed: see `narrow.py`. Single modules can have a precision of their own.
 """
 
-import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pennyclip.config import Config, ModulePrecision, Precision
-from pennyclip.errors import RequestError
+from pennyclip.errors import RequestError, some_like
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PURE = {"pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
@@ -91,7 +90,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return nullcontext()
 
 
-def check(model: nn.Module, config: Config) -> None:
+def check_precision(model: nn.Module, config: Config) -> None:
     """Refuse what a recipe says of precision and could not be done, or would have no effect.
 
     Raises:
@@ -171,10 +170,9 @@ def _own_dtypes(model: nn.Module, choices: Sequence[ModulePrecision]) -> dict[st
         left = [name for name in names if name not in own]
         found = [n for n in left if any(fnmatchcase(part, choice.modules) for part in _parts(n))]
         if not found:
-            near = difflib.get_close_matches(choice.modules, names, n=3, cutoff=0.3) or names[:3]
             raise RequestError(
                 f"precision_of: no module is left that matches '{choice.modules}'. Modules are "
-                f"called {', '.join(near)} and so on"
+                f"called {some_like(choice.modules, names)} and so on"
             )
         own |= dict.fromkeys(found, OWN[choice.precision])
     return own

@@ -1,6 +1,7 @@
 """`pennyclip prepare`: a dataset, and the page about it."""
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,7 +57,11 @@ class Prepare:
         from pennyclip.report import write_dataset_page
 
         options = {k: v for k, v in vars(self).items() if k not in ("sources", "out", "json")}
-        summary = prepare(self.sources, self.out, **options)
+        try:
+            summary = prepare(self.sources, self.out, **options)
+        except KeyboardInterrupt:
+            print("Stopped. What is finished is kept: run it again to go on.", file=sys.stderr)
+            raise
         page = self.out / "report.html"
         if not (summary.already_done and page.is_file()):
             write_dataset_page(self.out)

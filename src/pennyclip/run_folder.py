@@ -30,6 +30,17 @@ class RunFolder:
         return self.last is not None and self.last.step >= steps
 
 
+def read_run(path: Path) -> Config:
+    """The request of a run folder.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if not (path / "config.toml").is_file():
+        raise RequestError(f"{path.absolute()} is not a run folder: it has no config.toml")
+    return read_toml(path / "config.toml")
+
+
 def find_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
     """Look at a folder in which a run is to begin or to go on. Nothing is written.
 

@@ -2,9 +2,8 @@
 
 import math
 import time
-from dataclasses import replace
 
-from pennyclip.checkpoint import checkpoints, save
+from pennyclip.checkpoint import Checkpoint, Scores, checkpoints, save
 from pennyclip.config import Config
 from pennyclip.errors import RunError
 from pennyclip.run_folder import RunFolder
@@ -16,9 +15,6 @@ from pennyclip.telemetry.metrics import Metrics
 MARGIN = 10
 """Batches. What makes a loss rise has happened up to 8 before: Wortsman et al. 2023 (arXiv
 2304.13013)."""
-
-Scores = tuple[float | None, float | None]
-"""Of the weights and of their moving average; None: not evaluated."""
 
 
 class Saver:
@@ -36,14 +32,14 @@ class Saver:
         ]
         self._saved_at = time.monotonic()
 
-    def before(self, since: int) -> RunFolder:
-        """The run as of its last checkpoint that is older than batch `since`, which was not well.
+    def before(self, since: int) -> Checkpoint | None:
+        """The last checkpoint that is older than batch `since`, which was not well.
 
-        Rather one that is `MARGIN` older, where there is one; without any, the run's start.
+        Rather one that is `MARGIN` older, where there is one; None: the run's start is left.
         """
         found = [c for c in checkpoints(self._run.path) if c.step < since]
         good = [c for c in found if c.step <= since - MARGIN] or found
-        return replace(self._run, last=good[-1] if good else None)
+        return good[-1] if good else None
 
     def is_due(self, state: TrainState, scores: Scores, ending: bool) -> bool:
         """Whether to save now, after an evaluation, if any, that gave `scores`.

@@ -2,10 +2,11 @@
 
 Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2. The loss is multiplied before the backward
 pass and the gradient divided after it, once. torch's own scaler has no floor (166 overflows in a
-row bring it to exactly 0, and the next finite batch writes NaN weights), no patience, and does not
-say whether an update was made.
+row bring it to exactly 0, and the next finite batch writes NaN weights), and does not say whether
+an update was made. How many overflows in a row are too many is for the run's watch to judge.
 """
 
+from math import inf
 from typing import Any
 
 from pennyclip.config import Config, LossScaling, Precision
@@ -26,33 +27,27 @@ class LossScaler:
         Raises:
             RequestError: values under which the scale would not work.
         """
-        for wrong, rule in (
-            (config.floor < 1, "floor must be at least 1: below it, scaling loses gradients"),
-            (config.start < config.floor, "start must not lie below floor"),
-            (config.growth <= 1, "growth must be above 1"),
-            (not 0 < config.backoff < 1, "backoff must lie between 0 and 1"),
-            (config.interval < 1, "interval must be at least 1 update"),
-            (config.patience < 1, "patience must be at least 1 overflow"),
+        for key, right, rule in (
+            ("floor", 1 <= config.floor < inf, "at least 1: below it, scaling loses gradients"),
+            ("start", config.floor <= config.start < inf, f"at least floor, {config.floor:g}"),
+            ("growth", 1 < config.growth < inf, "a factor above 1"),
+            ("backoff", 0 < config.backoff < 1, "a factor between 0 and 1"),
+            ("interval", config.interval >= 1, "at least 1 update"),
+            ("patience", config.patience >= 1, "at least 1 overflow"),
         ):
-            if wrong:
-                raise RequestError(f"loss_scaling.{rule}; found {config}")
+            if not right:
+                raise RequestError(
+                    f"loss_scaling.{key} = {getattr(config, key):g}: expected {rule}"
+                )
         self._config = config
         self.scale = config.start
         self.overflows = 0
         """In the whole run."""
-        self.in_a_row = 0
-        """Overflows since the last update."""
         self._since = 0
         """Updates since the scale last changed."""
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether so many batches in a row overflowed that a smaller scale won't help."""
-        return self.in_a_row >= self._config.patience
-
     def updated(self) -> None:
         """An update was made."""
-        self.in_a_row = 0
         self._since += 1
         if self._since == self._config.interval:
             self._set(self.scale * self._config.growth)
@@ -60,7 +55,6 @@ class LossScaler:
     def overflowed(self) -> None:
         """A batch overflowed, and no update was made from it."""
         self.overflows += 1
-        self.in_a_row += 1
         self._set(max(self._config.floor, self.scale * self._config.backoff))
 
     def _set(self, scale: float) -> None:
@@ -68,16 +62,11 @@ class LossScaler:
 
     def state(self) -> dict[str, Any]:
         """What `load` takes."""
-        return {
-            "scale": self.scale,
-            "overflows": self.overflows,
-            "in_a_row": self.in_a_row,
-            "since": self._since,
-        }
+        return {"scale": self.scale, "overflows": self.overflows, "since": self._since}
 
     def load(self, state: dict[str, Any]) -> None:
         self.scale, self.overflows = state["scale"], state["overflows"]
-        self.in_a_row, self._since = state["in_a_row"], state["since"]
+        self._since = state["since"]
 
 
 def is_scaled(config: Config, precision: Precision) -> bool:
@@ -97,4 +86,5 @@ def make_scaler(config: Config, precision: Precision) -> LossScaler | None:
             f"loss_scaling would have no effect: precision = {config.precision} has float32's "
             "range. Leave it out, or set precision to fp16."
         )
-    return LossScaler(config.loss_scaling) if is_scaled(config, precision) else None
+    scaler = LossScaler(config.loss_scaling)  # or it says what is wrong, on any hardware
+    return scaler if is_scaled(config, precision) else None

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from pennyclip.caching import check_cacheable
-from pennyclip.config import Config, Evaluation, Stage
+from pennyclip.config import Config, Evaluation
 from pennyclip.data.captions import sample, token_notes
 from pennyclip.data.index import Dataset
 from pennyclip.data.loader import Loader
@@ -28,6 +28,7 @@ from pennyclip.optim import OPTIMIZERS
 from pennyclip.optim.groups import parameter_groups
 from pennyclip.optim.state import State, write_state
 from pennyclip.stages import Plan
+from pennyclip.telemetry.gradients import LayerGradients
 from pennyclip.weights.build import text_folder, text_weights
 
 
@@ -151,7 +152,7 @@ def check_stages(model: CLIP, config: Config) -> None:
             )
         check_cacheable(model, config)
         parameter_groups(model.named_parameters(), _trunks(model), config.optim)
-        if _masks(stage):
+        if stage.masks:
             model.visual.patches()
             if stage.image_layers == "none":
                 raise RequestError(
@@ -191,6 +192,8 @@ class Setup:
     """What people are told of them, a line a tower."""
     patches: int
     """Patches of an image, where some are dropped."""
+    layers: LayerGradients
+    """Of what learns."""
 
     def keep(self, ratio: float, step: int, device: torch.device) -> Int64[Tensor, "B K"] | None:
         """The patches that each image of update `step` keeps if it drops a share; None: all."""
@@ -221,7 +224,7 @@ def enter_stage(
     learned = _learned_before(model, config, number)
     model.visual.set_image_size(stage.image_size or config.model.image.image_size)
     freeze(model, stage.image_layers, stage.text_layers)
-    patches = model.visual.patches() if _masks(stage) else 0
+    patches = model.visual.patches() if stage.masks else 0
     named = dict(model.named_parameters())
     new = named.keys() - learned if number else ()
     groups = parameter_groups(named.items(), _trunks(model), config.optim, new, stage.new_lr_factor)
@@ -229,9 +232,8 @@ def enter_stage(
     write_state(optimizer, model, state)
 
     length = model.text.context_length
-    samples = (stage.epochs or 0) * rows.epoch if stage.samples is None else stage.samples
     stores, stored = store_frozen(
-        model, config, stage, rows.dataset, rows.tokens, samples, progress
+        model, config, stage, rows.dataset, rows.tokens, stage.length(rows.epoch), progress
     )
     loader = Loader(
         dataset=rows.dataset,
@@ -251,12 +253,7 @@ def enter_stage(
         image_store=stores.image,
         text_store=stores.text,
     )
-    return Setup(optimizer, loader, stores, stored, patches)
-
-
-def _masks(stage: Stage) -> bool:
-    """Whether a stage ever drops patches."""
-    return stage.mask_ratio not in (0.0, (0.0, 0.0))
+    return Setup(optimizer, loader, stores, stored, patches, LayerGradients(model, optimizer))
 
 
 def _learned_before(model: CLIP, config: Config, number: int) -> set[str]:
@@ -279,11 +276,10 @@ def _trunks(model: CLIP) -> dict[str, list[list[str]]]:
 def table(setup: Setup, plan: Plan, number: int) -> str:
     """What a stage does, and what learns in it with which rates: shown before its first update."""
     stage, loader = plan.stages[number], setup.loader
-    mask = stage.mask_ratio if isinstance(stage.mask_ratio, tuple) else (stage.mask_ratio,)
+    masks = dict.fromkeys(f"{ratio:g}" for ratio in stage.mask_range)
     lines = [
         f"stage {number + 1} of {len(plan.stages)}, to update {plan.ends[number]} of {plan.steps} "
-        f"(warm-up {plan.warmup}): images {loader.image_size} px, mask "
-        f"{' to '.join(f'{m:g}' for m in mask)}, text "
+        f"(warm-up {plan.warmup}): images {loader.image_size} px, mask {' to '.join(masks)}, text "
         f"up to {loader.text_length} tokens"
     ]
     lines += setup.stored

@@ -1,8 +1,8 @@
 """Watches a run: after every batch, whether it is well, and what is done if not.
 
-What is watched costs next to nothing: the loss, the gradient's norm, the temperature, the loss
-scale, how alike embeddings are, the update RMS of one matrix. Tensor by tensor, it is looked closer
-when something is wrong.
+What is watched costs next to nothing: the loss, the gradient's norm by layer, the temperature, the
+loss scale, how alike embeddings are, the update RMS of one matrix. Row by row and tensor by tensor,
+it is looked closer when something is wrong.
 
     fine         nothing is said
     warn         an event
@@ -27,32 +27,34 @@ from torch import Tensor, nn
 from pennyclip.config import Config
 from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError, RunError
+from pennyclip.evidence import ROWS, Evidence, worst_rows
 from pennyclip.health import Health
-from pennyclip.loss import LOSSES
-from pennyclip.loss_course import SHORT, LossCourse
+from pennyclip.loss import LOSSES, Features
+from pennyclip.loss_course import SHORT
 from pennyclip.optim.update_rms import LIMIT, judged, largest_tensors, update_rms
+from pennyclip.symptoms import Symptom, drifting_temperature, logit_spread, no_gradient
 
 FLAT = 0.1
 """Nats by which logits differ in a batch, at most, when its embeddings have collapsed. Chosen: a
 ninth of the least that a healthy start from random weights was seen with."""
-DRIFT = 4.0
-"""How many times smaller than at the start of training the logits' scale has become when the
-temperature is said to drift. Chosen: runs that came to good dipped to 1.6 times smaller."""
 UNREADABLE, UNREADABLE_WINDOW = 0.05, 20
 """Share of unreadable rows in the last so many batches that stops a run. Chosen: `prepare` has
 decoded every row, so one is an accident and many are a failing disk."""
 OVERFLOWS, OVERFLOW_WINDOW = 5, 100
 """Overflows among so many batches that lower the rate, at a loss scale that had held before
 (requirement P6). Chosen: the scale's own growth causes one in 2,000."""
+SKIPS, SKIP_WINDOW = 20, 50
+"""Batches without an update among so many that are too many, though not in a row. Chosen: more than
+the 16 that bring fp16's loss scale down at first; and what costs 2 of 5 batches is no accident."""
+REFILL = 2000
+"""Updates since the last rollback after which `stability.rollbacks` are all there again. Chosen:
+PaLM's spikes, about 20 in 255,000 steps (see above), were further apart; going back has not mended
+what is back within so many."""
 LOWEST = 0.01
 """Share of its schedule below which the rate is not lowered. Chosen: a run that needs so little has
 another fault."""
-DETAILS_EVERY = 50
-"""Batches between two looks at every gradient, which are passes over all of them."""
 QUIET = 500
 """Batches before a warning is repeated. Chosen."""
-ROWS = 8
-"""How many an event names; all rows of a batch follow from the seed and the step."""
 
 Log = Callable[..., None]
 """`log(step, name, message, **evidence)` writes an event down, and says it."""
@@ -91,7 +93,7 @@ class Watch:
             if wrong:
                 raise RequestError(f"stability.{rule}; found {settings}")
         self._config, self._log = config, log
-        self._least_scale = LOSSES[config.loss].initial_scale / DRIFT
+        self._initial_scale = LOSSES[config.loss].initial_scale
         self._update_rms: Tensor | None = None  # on the device, not waited for
         self.health = Health.load(health) if health else Health()
 
@@ -101,9 +103,10 @@ class Watch:
         return self.health.state()
 
     def enter_stage(self, number: int) -> None:
-        """A stage begins or goes on. In a new one, what is normal has to be learnt anew."""
+        """A stage begins or goes on."""
         if number != self.health.stage:
-            self.health.stage, self.health.course = number, LossCourse()
+            self.health.stage, self.health.evidence = number, Evidence()
+            self.health.course.enter_stage()
 
     @property
     def lr_factor(self) -> float:
@@ -127,7 +130,7 @@ class Watch:
 
         Args:
             step: batches seen, this one included.
-            record: what `update` returned.
+            record: what `update` returned; the embeddings are taken out of it.
             batch: what the update was made from.
             model: after it.
             optimizer: of the stage.
@@ -138,16 +141,24 @@ class Watch:
         Raises:
             RunError: nothing is left to be tried. The message names the first cause.
         """
+        h, features = self.health, record.pop("features")
         self._rows(step, batch)
+        h.evidence.see_norms(record["grad_norms"])
         if record["skipped"]:
-            return self._skipped(step, record)
-        self.health.not_finite = []
-        self.health.held = record.get("loss_scale", 0.0)
-        self._temperature(step, record)
+            return self._skipped(step, record, batch, features)
+        h.not_finite = []
+        h.held = record.get("loss_scale", 0.0)
+        h.updates += 1
+        if h.updates >= REFILL:
+            h.rollbacks, h.first_trouble = 0, None
+        if symptom := drifting_temperature(record, self._initial_scale):
+            self._warn(step, symptom)
+        for symptom in no_gradient(record["grad_norms"], h.evidence.silent()):
+            self._warn(step, symptom)
         self._outgrown(step, model, optimizer)
-        if step == 1 or step % DETAILS_EVERY == 0:
-            self._no_gradient(step, model)
-        return self._collapse(step, record) or self._loss(step, record, batch, model, optimizer)
+        return self._collapse(step, record) or self._loss(
+            step, record, batch, features, model, optimizer
+        )
 
     # What is looked at.
 
@@ -171,13 +182,16 @@ class Watch:
                 "the dataset again."
             )
 
-    def _skipped(self, step: int, record: dict[str, Any]) -> RollBack | None:
+    def _skipped(
+        self, step: int, record: dict[str, Any], batch: Batch, features: Features
+    ) -> RollBack | None:
         """A loss or gradient that is not finite, from which no update was made."""
         h, found = self.health, record["skipped"]
-        found = found | {"rows": found["rows"][:ROWS]}
+        rows = found["rows"]
+        if len(rows) == len(batch.rows):  # none is to blame alone, so those that lose most
+            rows = [row for _, row in worst_rows(batch, features)]
+        found = found | {"rows": rows[:ROWS]} | h.evidence.jumps(step)
         h.not_finite.append(step)
-        if len(h.not_finite) == 1:
-            h.first_cause = f"{found['tensor']} in batch {step}"
         message = f"{found['tensor']} is not finite; no update was made from this batch"
         patience, scale = self._settings.patience, record.get("loss_scale")
         if scale is not None:
@@ -194,32 +208,25 @@ class Watch:
                     f"{OVERFLOWS} of the last {OVERFLOW_WINDOW} batches overflowed at a loss scale "
                     "that had held before",
                 )
-        if len(h.not_finite) < patience:
+        window = max(SKIP_WINDOW, patience)
+        h.skips = {s: tensor for s, tensor in h.skips.items() if s > step - window}
+        h.skips[step] = found["tensor"]
+        if len(h.not_finite) >= patience:
+            since, which = h.not_finite[0], f"{len(h.not_finite)} batches in a row"
+        elif len(h.skips) >= max(SKIPS, patience):
+            since, which = min(h.skips), f"{len(h.skips)} of the last {window} batches"
+        else:
             return None
         cause = (
-            f"no update could be made from {len(h.not_finite)} batches in a row, because of what "
-            f"was not finite: {h.first_cause}"
+            f"no update could be made from {which}, because of what was not finite: "
+            f"{h.skips[since]} in batch {since}"
         )
         if scale is not None:
             cause += (
                 f"; the loss scale is down to {found['loss_scale_after']:,.0f}. bf16 or fp32 have "
                 "more range than this precision"
             )
-        return self._back(h.not_finite[0], cause, slow=h.rollbacks > 0)
-
-    def _temperature(self, step: int, record: dict[str, Any]) -> None:
-        """With unrelated pairs at cosine 0, no loss is below ln(1 + (N - 1) e^-scale)."""
-        scale, candidates = math.exp(record["logit_scale"]), record.get("candidates", 0.0)
-        if candidates > 1 and scale < self._least_scale:
-            floor = math.log1p((candidates - 1) * math.exp(-scale))
-            self._warn(
-                step,
-                "temperature",
-                f"the temperature drifts toward 1, and is {1 / scale:.2f}: with {candidates:.0f} "
-                f"candidates the loss can hardly fall below {floor:.2f}, and guessing costs "
-                f"{math.log(candidates):.2f}",
-                scale=scale,
-            )
+        return self._back(since, cause, slow=h.rollbacks > 0)
 
     def _outgrown(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The update RMS of the first matrix that learns: the patch embedding, if it does."""
@@ -234,40 +241,23 @@ class Watch:
         self._read_update_rms()
         rms_read, self.health.update_rms = self.health.update_rms, 0.0
         if rms_read > LIMIT:
-            self._warn(
-                step,
-                "update RMS",
+            message = (
                 f"an update of {name} in the last {SHORT} batches had an RMS of {rms_read:.1f}: "
                 f"its gradients outgrow what the optimizer remembers of them. Above {LIMIT}, loss "
-                "spikes follow",
-                tensor=name,
-                update_rms=rms_read,
+                "spikes follow"
             )
+            evidence = {"tensor": name, "update_rms": rms_read}
+            self._warn(step, Symptom("update RMS", message, evidence))
 
     def _read_update_rms(self) -> None:
         if self._update_rms is not None:
             self.health.update_rms = max(self.health.update_rms, float(self._update_rms))
             self._update_rms = None
 
-    def _no_gradient(self, step: int, model: nn.Module) -> None:
-        """A tower whose gradient is exactly zero learns nothing, whatever it is shown."""
-        for part, tower in (("visual.", "image"), ("text.", "text")):
-            parameters = [p for name, p in model.named_parameters() if name.startswith(part)]
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            if gradients and not float(torch.nn.utils.get_total_norm(gradients)):
-                message = f"the gradient of the {tower} tower is zero throughout"
-                self._warn(step, "no gradient", message, tower=tower)
-
     def _collapse(self, step: int, record: dict[str, Any]) -> RollBack | None:
-        """Whether all embeddings of a tower have become one.
-
-        Beside what depends on the row or the column alone, logits have at most this standard
-        deviation (Cauchy-Schwarz; 1 - mean cosine is the variance of unit vectors).
-        """
+        """Whether all embeddings of a tower have become one."""
         h, alike = self.health, (record["image_cosine"], record["text_cosine"])
-        apart = [max(0.0, 1 - cosine) for cosine in alike]
-        spread = math.exp(record["logit_scale"]) * math.sqrt(apart[0] * apart[1])
-        h.spreads = [*h.spreads, spread][-SHORT:]
+        h.spreads = [*h.spreads, logit_spread(record)][-SHORT:]
         if len(h.spreads) < SHORT or median(h.spreads) >= FLAT:
             return None
         return self._back(
@@ -283,20 +273,26 @@ class Watch:
         step: int,
         record: dict[str, Any],
         batch: Batch,
+        features: Features,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
     ) -> RollBack | None:
         """Whether the loss has left its course, for a moment or for good."""
-        course = self.health.course
+        course, evidence = self.health.course, self.health.evidence
         candidates = max(1.0, record.get("candidates", 1.0))
-        if course.see(step, record["loss"], math.log(candidates)):
+        spike = course.see(step, record["loss"], math.log(candidates))
+        if course.since is None:
+            evidence.rows = []
+        elif course.deviating[-1]:
+            evidence.see_rows(step, batch, features)
+        if spike:
             self._log(
                 step,
                 "loss spike",
                 f"the loss is {record['loss']:.3f}, and was {course.normal:.3f} on average before "
                 f"batch {course.since}",
                 since=course.since,
-                rows=batch.rows[:ROWS].tolist(),
+                **evidence.suspects(step),
                 seed=self._config.seed,
                 micro_batch=record["micro_batch"],
                 grad_norm=record["grad_norm"],
@@ -318,7 +314,8 @@ class Watch:
         if self.health.rollbacks >= self._settings.rollbacks:
             raise RunError(
                 f"{cause}. The run was rolled back {self.health.rollbacks} times before, as often "
-                f"as stability.rollbacks allows. {self._first(cause, since)}"
+                f"as stability.rollbacks allows within {REFILL:,} updates. "
+                f"{self._first(cause, since)}"
             )
         return RollBack(since, cause, slow)
 
@@ -345,8 +342,11 @@ class Watch:
         h = self.health
         h.first_trouble = h.first_trouble or (back.cause, back.since)
         h.rollbacks += 1
+        h.updates = 0
+        suspects = h.evidence.suspects(step)
+        h.evidence.forget()
         h.course.forget_spike()
-        h.not_finite, h.spreads, h.overflows = [], [], []
+        h.not_finite, h.skips, h.spreads, h.overflows = [], {}, [], []
         h.update_rms, self._update_rms = 0.0, None
         where = f"the checkpoint of step {to}" if to else "the run's start"
         self._log(
@@ -357,6 +357,7 @@ class Watch:
             since=back.since,
             undone=undone,
             rollback=h.rollbacks,
+            **suspects,
         )
         if back.slow:
             self._slow_down(step, "it may be what broke the run")
@@ -372,8 +373,8 @@ class Watch:
         message = f"every learning rate is {h.lr_factor:.2g} of its schedule from here on: {why}"
         self._log(step, "rate reduced", message, lr_factor=h.lr_factor)
 
-    def _warn(self, step: int, name: str, message: str, **evidence: Any) -> None:
-        key = f"{name} {evidence.get('tower', '')}"
+    def _warn(self, step: int, symptom: Symptom) -> None:
+        key = f"{symptom.name} {symptom.evidence.get('tower', '')}"
         if step - self.health.told.get(key, -QUIET) >= QUIET:
             self.health.told[key] = step
-            self._log(step, name, message, **evidence)
+            self._log(step, symptom.name, symptom.message, **symptom.evidence)

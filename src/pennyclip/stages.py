@@ -93,12 +93,10 @@ class Plan:
     def mask_ratio(self, step: int) -> float:
         """Share of the image patches that update `step` drops."""
         number = self.stage(step)
-        ratio = self.stages[number].mask_ratio
-        if not isinstance(ratio, tuple):
-            return ratio
+        first, last = self.stages[number].mask_range
         begin = self.ends[number - 1] if number else 0
         progress = (step - begin) / max(1, self.ends[number] - begin - 1)
-        return ratio[0] + (ratio[1] - ratio[0]) * progress
+        return first + (last - first) * progress
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether the model is evaluated when `step` updates have been made."""
@@ -125,7 +123,7 @@ def make_plan(config: Config, rows: int) -> Plan:
     for number, stage in enumerate(config.stages):
         if (stage.epochs is None) == (stage.samples is None):
             raise RequestError(f"stages[{number}]: give either epochs or samples")
-        samples = stage.samples if stage.samples is not None else (stage.epochs or 0) * rows
+        samples = stage.length(rows)
         steps = math.ceil(samples / batch)
         if steps < 1:
             raise RequestError(f"stages[{number}]: {samples} samples are no update. Lengthen it.")

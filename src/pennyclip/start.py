@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from pennyclip.checkpoint import choose, load_model, load_trainer
+from pennyclip.checkpoint import Checkpoint, choose, load_model, load_trainer
 from pennyclip.config import Config
 from pennyclip.config_file import to_tree
 from pennyclip.errors import RequestError
 from pennyclip.loss import LOSSES
 from pennyclip.model.clip import CLIP
 from pennyclip.model.lora import adapt, load_adapters
-from pennyclip.run_folder import RunFolder
 from pennyclip.weights.build import build
 from pennyclip.weights.table import summary
 
@@ -34,8 +33,12 @@ class Start:
     """What people are told about it."""
 
 
-def start(config: Config, run: RunFolder) -> Start:
+def start(config: Config, last: Checkpoint | None) -> Start:
     """Build the model and load what it starts from.
+
+    Args:
+        config: of the run.
+        last: the run's own checkpoint to go on from; None: the run begins.
 
     Raises:
         RequestError: weights are missing or don't fit.
@@ -45,8 +48,8 @@ def start(config: Config, run: RunFolder) -> Start:
     trainer: dict[str, Any] = {"optimizer": {}, "skipped": 0, "scaler": None}
     step = 0
     weights: dict[str, Any] = {}
-    if run.last is not None:
-        model, trainer, step = load_model(run.last), load_trainer(run.last), run.last.step
+    if last is not None:
+        model, trainer, step = load_model(last), load_trainer(last), last.step
     elif config.init:
         model, notes = from_checkpoint(config)
         weights = {"init": notes[0]}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pennyclip.model.clip import CLIP
 from pennyclip.narrow import narrowed, round_weights
 from pennyclip.precision import autocast, float32_products, own_precisions
 from pennyclip.scaling import LossScaler
+from pennyclip.telemetry.gradients import LayerGradients, tensor_norms
 
 
 def embed_image(
@@ -62,6 +64,7 @@ def update(
     scaler: LossScaler | None = None,
     micro_batch: int | None = None,
     seed: int = 0,
+    layers: LayerGradients | None = None,
 ) -> dict[str, Any]:
     """Forward, backward, clip, step: the model after it has seen one more batch.
 
@@ -78,12 +81,14 @@ def update(
         micro_batch: pairs whose graph is kept at a time; None: the batch's. Halved where memory
             runs out, which changes nothing but what dropout draws.
         seed: of all that is drawn inside the towers.
+        layers: those of this optimizer's parameters, for a run that is watched.
 
     Returns:
         Metrics of this update, numbers. `skipped` is None; or no update was made, because the loss
         or the gradient is not finite, model and optimizer are unchanged, and it says which `tensor`
         was the first, and in which `rows` (see `not_finite.find`). `micro_batch` is the one that
-        did it; `shortage` is None, or says why that is a smaller one.
+        did it; `shortage` is None, or says why that is a smaller one. Of a run that is watched also
+        `grad_norms` by layer, and `features`: the embeddings, without their graph.
 
     Raises:
         RequestError: a parameter that should learn has no gradient. The model is unchanged.
@@ -96,7 +101,7 @@ def update(
         optimizer.zero_grad(set_to_none=True)
         try:
             with _computing(model, batch, precision, size, not stochastic_rounding):
-                record, seen = _gradients(
+                record, seen, features = _gradients(
                     model, loss, batch, keep, precision, used_scale, size, seed
                 )
             break
@@ -117,10 +122,16 @@ def update(
         raise RequestError(_without_gradient(model, learning))
     if scaler:
         torch._foreach_mul_(gradients, 1 / used_scale)
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norms = tensor_norms(gradients)
+    norm = torch.linalg.vector_norm(norms)
     tensors = {k: v for k, v in record.items() if torch.is_tensor(v)} | {"grad_norm": norm}
-    # The one wait for the device in an update.
-    record |= zip(tensors, torch.stack([t.float() for t in tensors.values()]).tolist(), strict=True)
+    numbers = torch.stack([t.float() for t in tensors.values()])
+    by_layer = layers.norms(norms) if layers else norms[:0]
+    read = torch.cat([numbers, by_layer]).tolist()  # the one wait for the device in an update
+    record |= zip(tensors, read, strict=False)
+    if layers:
+        record["grad_norms"] = dict(zip(layers.names, read[len(tensors) :], strict=True))
+        record["features"] = features
     record |= {
         "lr": {group["name"]: group["lr"] for group in optimizer.param_groups},
         "skipped": None,
@@ -189,11 +200,12 @@ def _gradients(
     loss_scale: float,
     micro_batch: int,
     seed: int,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+) -> tuple[dict[str, Any], dict[str, Tensor], Features]:
     """Forward and backward: gradients, times the loss scale, of all that learns.
 
     Returns:
-        Metrics; and, in the order in which they were computed, what may turn out not finite.
+        Metrics; in the order in which they were computed, what may turn out not finite; and what
+        the loss was given, without its graph.
     """
 
     # A context each time: inside one, autocast would keep weights cast without a graph.
@@ -229,15 +241,24 @@ def _gradients(
     (value * loss_scale).backward()  # type: ignore[no-untyped-call]
     if cache is not None:
         cache.backward()
+    image, text = image.detach(), text.detach()
     record = {
         "loss": value.detach(),
         "logit_scale": features.scale.detach().log(),
-        "image_cosine": _mean_cosine(image.detach()),
-        "text_cosine": _mean_cosine(text.detach()),
+        "image_cosine": _mean_cosine(image),
+        "text_cosine": _mean_cosine(text),
         **metrics,
     }
     seen = {"the image embedding": raw_image, "the text embedding": raw_text, "the loss": value}
-    return record, seen
+    detached = replace(
+        features,
+        image=image,
+        text=text,
+        all_image=image,
+        all_text=text,
+        scale=features.scale.detach(),
+    )
+    return record, seen, detached
 
 
 def _mean_cosine(embeddings: Float[Tensor, "B D"]) -> Float[Tensor, ""]:

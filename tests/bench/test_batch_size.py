@@ -14,18 +14,15 @@ import torch
 from pennyclip.bench import batch_size
 from pennyclip.bench.batch_size import MARGIN, BatchSizes, Size, measure_batch_sizes
 from pennyclip.bench.workbench import open_workbench
-from pennyclip.config import ClipText, Config
-from pennyclip.config_file import load_recipe
+from pennyclip.config import Config
 from pennyclip.errors import RequestError
+from small_runs import small_run
 
 CPU = torch.device("cpu")
 
 
 def small(data: Path, **changed: Any) -> Config:
-    recipe = load_recipe("scratch-vit-tiny")
-    image = replace(recipe.model.image, image_size=64)
-    model = replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1))
-    return replace(recipe, data=str(data), model=model, batch_size=32, workers=0, **changed)
+    return small_run(data, image_size=64, batch_size=32, **changed)
 
 
 def test_a_small_model_is_measured(small_dataset: Path) -> None:
@@ -77,8 +74,8 @@ class Machine:
         self.ran.append(pairs)
         return self.seconds * pairs
 
-    def sizes(self, most: int, limit: int) -> tuple[list[Size], str]:
-        bench: Any = SimpleNamespace(device=CPU)
+    def sizes(self, most: int, limit: int, batch: int = 32) -> tuple[list[Size], str]:
+        bench: Any = SimpleNamespace(device=CPU, config=SimpleNamespace(batch_size=batch))
         *sizes, last = [*batch_size._growing(bench, most, limit), ""]
         reasons = [size for size in sizes if isinstance(size, str)]
         return [size for size in sizes if not isinstance(size, str)], "".join(reasons) + last
@@ -96,6 +93,24 @@ def test_the_largest_batch_is_the_one_that_leaves_the_margin(
     assert max(machine.ran) == 496  # nothing larger was ever run
     sizes, reason = machine.sizes(most=48, limit=22_000)
     assert ([s.pairs for s in sizes], reason) == ([2, 4, 8, 16, 32, 48], "")
+
+
+@pytest.mark.parametrize(
+    ("batch", "most", "expected"),
+    [
+        (100, 400, [3, 6, 12, 25, 50, 100, 200, 400]),
+        (100, 130, [3, 6, 12, 25, 50, 100, 130]),
+        (100, 20, [3, 6, 12, 20]),  # asked for less than the recipe's batch
+        (3, 3, [3]),
+        (2, 8, [2, 4, 8]),
+    ],
+)
+def test_the_recipes_own_batch_is_among_the_sizes(
+    batch: int, most: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, base=5000, slope=30)
+    sizes, _ = machine.sizes(most, 10**9, batch)
+    assert [size.pairs for size in sizes] == expected
 
 
 def test_a_wrong_forecast_costs_no_more_than_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

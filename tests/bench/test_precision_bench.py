@@ -1,7 +1,6 @@
 """`bench precision`: the tables, and what 16 bits do to each module."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,19 @@ import torch
 from pennyclip.bench import module_errors, precision
 from pennyclip.bench.batch_size import MIB, BatchSizes, Size
 from pennyclip.bench.module_errors import measure_module_errors
+from pennyclip.bench.precision import Row
 from pennyclip.bench.workbench import open_workbench
 from pennyclip.cli import main
-from pennyclip.config import ClipText, Config, LossScaling, ModulePrecision, Stage
-from pennyclip.config_file import load_recipe, to_toml
+from pennyclip.config import Config, LossScaling, ModulePrecision
+from pennyclip.config_file import to_toml
 from pennyclip.errors import RequestError
+from small_runs import small_run
 
 U = 2.0**-8  # the largest relative error of rounding to bfloat16
 
 
 def recipe(dataset: Path, **changed: Any) -> Config:
-    config = load_recipe("scratch-vit-tiny")
-    image = replace(config.model.image, image_size=32)
-    config = replace(
-        config,
-        data=str(dataset),
-        model=replace(config.model, image=image, text=ClipText(width=32, heads=2, layers=1)),
-        stages=(Stage(epochs=1.0),),
-        batch_size=16,
-        precision="bf16",
-        workers=0,
-    )
-    return replace(config, **changed)
+    return small_run(dataset, batch_size=16, **{"precision": "bf16"} | changed)
 
 
 def test_each_module_is_compared_with_float32(small_dataset: Path) -> None:
@@ -155,6 +145,13 @@ def test_the_table_and_its_page(
     assert "pure-bf16-stochastic" in page
     assert "<svg" in page
     assert "extrapolated" in page
+
+
+def test_peak_memory_is_that_of_the_recipes_own_batch() -> None:
+    sizes = tuple(Size(n, n * MIB, True) for n in (50, 100, 128))
+    found = BatchSizes("a device", "bf16", "a stage", 100, 2**30, 0, sizes, 128, "", 50)
+    assert precision._memory(Row("bf16"), found, 100, 128).peak_bytes == 100 * MIB
+    assert precision._memory(Row("bf16"), found, 120, 128).peak_bytes is None  # not 128's
 
 
 def test_unknown_and_missing_precisions_are_refused(

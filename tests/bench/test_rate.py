@@ -5,22 +5,19 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import timm
 
 from pennyclip.bench.rate import HIGH, LOW, find_rate, smoothed, suggest
 from pennyclip.cli import main
-from pennyclip.config import ClipText, Config, Optim, Stage
+from pennyclip.config import Optim, Precision, Stage
 from pennyclip.config_file import load_recipe
 from pennyclip.errors import RequestError, RunError
+from pennyclip.optim import OPTIMIZERS
 from pennyclip.presets import FAR, PRESETS, beginning, nearest
-
-
-def small(data: Path) -> Config:
-    recipe = load_recipe("scratch-vit-tiny")
-    image = replace(recipe.model.image, image_size=32)
-    model = replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1))
-    return replace(recipe, data=str(data), model=model, batch_size=16, workers=0)
+from small_runs import small_run
 
 
 def test_smoothing_keeps_straight_lines_and_the_ends() -> None:
@@ -65,7 +62,7 @@ def test_a_loss_that_never_falls_suggests_nothing() -> None:
 
 def test_the_suggestion_depends_little_on_the_recipes_rate(small_dataset: Path) -> None:
     """A recipe with 30 times the rate reaches it with less behind it; the finding is close."""
-    config = small(small_dataset)
+    config = small_run(small_dataset, batch_size=16)
     rates = []
     for lr in (5e-4, 1.5e-2):
         found = find_rate(replace(config, optim=replace(config.optim, lr=lr)), updates=60)
@@ -79,11 +76,11 @@ def test_the_suggestion_depends_little_on_the_recipes_rate(small_dataset: Path) 
     assert 1 / 10 < rates[1] / rates[0] < 10
     # The published setting is of a batch of thousands, and says nothing of 16.
     assert found.preset is not None
-    assert found.preset.startswith("fastclip-b16 (scratch")
+    assert found.preset.startswith("datacomp-b32 (scratch")
 
 
 def test_rates_that_are_far_too_high_end_it(small_dataset: Path) -> None:
-    config = small(small_dataset)
+    config = small_run(small_dataset, batch_size=16)
     found = find_rate(replace(config, optim=replace(config.optim, lr=1e2)), updates=60)
     assert len(found.losses) < 60
     assert re.search(
@@ -121,6 +118,9 @@ def test_the_nearest_preset_has_the_same_start_and_optimizer() -> None:
     stage = config.stages[0]
     assert nearest(large, stage) == ("clipa-b16", PRESETS["clipa-b16"])
     assert nearest(replace(large, optim=Optim(name="lamb")), stage) is None
+    image = replace(config.model.image, name="vit_huge_patch14_224")
+    same_tower = replace(large, model=replace(config.model, image=image))
+    assert nearest(same_tower, stage) == ("clipav2-h14", PRESETS["clipav2-h14"])
     frozen = load_recipe("frozen-lite0-minilm")
     assert beginning(frozen, frozen.stages[0]) == "frozen"
     assert beginning(frozen, Stage(epochs=1.0)) == "pretrained"
@@ -129,11 +129,21 @@ def test_the_nearest_preset_has_the_same_start_and_optimizer() -> None:
 
 def test_a_stage_that_is_not_there_is_refused(small_dataset: Path) -> None:
     with pytest.raises(RequestError, match="stage 3: the recipe has stages 1 to 1"):
-        find_rate(small(small_dataset), stage=3)
+        find_rate(small_run(small_dataset, batch_size=16), stage=3)
 
 
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "presets"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(PRESETS)
-    assert all("code" in line or "documentation" in line for line in lines)
+    for line, preset in zip(lines, PRESETS.values(), strict=True):
+        assert re.search(r"\(.+, arXiv \d{4}\.\d{5}; [\w-]+/[\w-]+, .+\)$", line)
+        assert (f" in {preset.precision};" in line) == (preset.precision is not None)
+
+
+def test_presets_fit_models_that_exist() -> None:
+    for preset in PRESETS.values():
+        assert preset.optimizer in OPTIMIZERS
+        assert preset.precision in (None, *get_args(Precision))
+        for pattern in preset.fits:
+            assert timm.list_models(pattern), pattern

@@ -165,6 +165,12 @@ def test_stray_bytes_between_segments_do_not_cost_the_picture() -> None:
     assert np.abs(decoded.pixels.astype(int) - decode(data).pixels).max() <= 2
 
 
+def test_a_file_that_ends_in_its_header_is_damaged() -> None:
+    for kind, length in (("PNG", 33), ("GIF", 8), ("JPEG", 4)):
+        with pytest.raises(ImageError, match=f"damaged: it begins as {kind}, but its header"):
+            decode(save(Image.fromarray(photo()), kind)[:length])
+
+
 def test_a_bomb_is_refused_by_its_header() -> None:
     side = 10_001
     header = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 0, 0, 0, 54, 40, side, side, 1, 24, *[0] * 6)
@@ -324,6 +330,41 @@ def test_srgb_and_broken_profiles_change_nothing() -> None:
         assert decoded.profile is None
         assert not decoded.reencode
         assert images.to_srgb(decoded.pixels, decoded.profile) is decoded.pixels
+
+
+def gray_profile(gamma: float) -> bytes:
+    curve = b"curv\0\0\0\0\0\0\0\1" + struct.pack(">H", round(gamma * 256))
+    return icc_profile(b"GRAY", b"XYZ ", {b"kTRC": curve})
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "16-bit PNG", "LA"])
+def test_gray_of_another_gamma_becomes_srgb(kind: str) -> None:
+    """Gamma 1.8's 96 is light of (96 / 255) ** 1.8 = 0.172, which sRGB writes as 115."""
+    light = (96 / 255) ** 1.8
+    expected = 255 * (1.055 * light ** (1 / 2.4) - 0.055)
+    assert round(expected) == 115
+    gray = Image.new("L", (16, 16), 96)
+    if kind == "16-bit PNG":
+        gray = Image.fromarray(np.full((16, 16), 96 * 257, np.uint16))
+    elif kind == "LA":
+        gray.putalpha(255)
+    file_kind = "PNG" if kind in ("16-bit PNG", "LA") else kind
+    data = save(gray, file_kind, icc_profile=gray_profile(1.8))
+    decoded = decode(data)
+    assert decoded.reencode
+    assert decoded.profile is not None
+    converted = images.to_srgb(decoded.pixels, decoded.profile)
+    assert converted.shape == (16, 16, 3)
+    assert np.abs(converted[8, 8] - expected).max() <= 2
+    assert np.abs(images.from_pil(Image.open(io.BytesIO(data)))[8, 8] - expected).max() <= 2
+
+
+def test_gray_profiles_of_colour_pictures_and_the_other_way_round_change_nothing() -> None:
+    colour = Image.fromarray(photo())
+    for image, profile in ((colour, gray_profile(1.8)), (colour.convert("L"), display_p3())):
+        decoded = decode(save(image, "JPEG", icc_profile=profile))
+        assert decoded.profile is None
+        assert not decoded.reencode
 
 
 def test_cmyk_goes_through_its_own_profile() -> None:

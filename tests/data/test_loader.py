@@ -171,5 +171,5 @@ def test_many_shards_need_few_open_files(
     assert len(os.listdir("/proc/self/fd")) <= before + 5  # and rows.npy
     shutil.rmtree(pictures)
     (tmp_path / "out/shards/000007.tar").unlink()
-    with pytest.raises(Exception, match=r"lacks 1 of its 30 shards \(.*shards/000007\.tar"):
+    with pytest.raises(Exception, match=r"lacks 1 of its 30 shard files \(.*shards/000007\.tar"):
         Dataset(tmp_path / "out")

@@ -216,6 +216,12 @@ def test_columns_that_are_not_there_are_named_with_their_types(tmp_path: Path) -
     write(tmp_path / "z.parquet", content.append_column("b", pa.array(["x"])))
     with pytest.raises(RequestError, match=r"for the image, of bytes, paths.*not downloaded"):
         open_source(tmp_path / "z.parquet")
+    write(tmp_path / "u.parquet", pa.table({"images": [[b"1"]], "caption": ["a"]}))
+    with pytest.raises(RequestError, match=r"no column for the image.*images \(list<"):
+        open_source(tmp_path / "u.parquet")  # captions are no paths
+    write(tmp_path / "v.parquet", pa.table({"file_name": ["1.jpg"], "class": [3]}))
+    with pytest.raises(RequestError, match=r"no column for the caption.*class \(int64\)"):
+        open_source(tmp_path / "v.parquet")  # nor paths captions
     (tmp_path / "w.arrow").write_bytes(b"ARROW1 but no more")
     with pytest.raises(RequestError, match="cannot be read as arrow"):
         open_source(tmp_path / "w.arrow")

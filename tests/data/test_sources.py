@@ -1,3 +1,4 @@
+import gzip
 import io
 import json
 import tarfile
@@ -60,6 +61,15 @@ def test_a_missing_column_names_the_header_and_the_delimiter(tmp_path: Path) -> 
     assert pairs(open_source(table, image_key="picture", caption_key="legend"))[0].captions == [
         "a, b"
     ]
+
+
+def test_a_column_that_is_there_twice_is_not_guessed_at(tmp_path: Path) -> None:
+    table = tmp_path / "x.csv"
+    table.write_text("image,caption,caption\n0.jpg,one,two\n")
+    with pytest.raises(RequestError, match=r"x\.csv: the header has 'caption' 2 times"):
+        open_source(table)
+    table.write_text("image,caption,other,other\n0.jpg,one,two,three\n")
+    assert pairs(open_source(table))[0].captions == ["one"]
 
 
 def test_captions_that_look_like_nothing_stay_words(tmp_path: Path) -> None:
@@ -296,8 +306,30 @@ def test_a_tar_that_breaks_off_keeps_what_stands_before(tmp_path: Path) -> None:
     found = list(open_source(tar).read(0, 99))
     assert isinstance(found[0], Pair)
     assert found[-1].reason.startswith("damaged tar")  # type: ignore[union-attr]
-    tar.write_bytes(b"\x1f\x8b" + bytes(600))
-    assert [type(item) for item in open_source(tar).read(0, 9)] == [Reject]
+    tar.write_bytes(gzip.compress(bytes(600)))
+    (packed,) = open_source(tar).read(0, 9)
+    assert packed.reason.startswith("compressed tar: unpack it with gunzip")  # type: ignore[union-attr]
+
+
+def test_tar_members_that_are_links_or_in_capitals(tmp_path: Path) -> None:
+    tar = tmp_path / "x.tar"
+    with tarfile.open(tar, "w") as archive:
+        for name, target in (("1.jpg", b""), ("1.txt", b""), ("2.jpg", b"1.jpg"), ("2.txt", b"")):
+            member = tarfile.TarInfo(name)
+            if target:
+                member.type, member.linkname = tarfile.LNKTYPE, target.decode()
+            member.size = 0 if target else 3
+            archive.addfile(member, io.BytesIO(b"one"))
+        for name in ("3.JPG", "3.TXT"):
+            member = tarfile.TarInfo(name)
+            member.size = 5
+            archive.addfile(member, io.BytesIO(b"three"))
+    one, two, three = open_source(tar).read(0, 9)
+    assert isinstance(one, Pair)
+    assert isinstance(two, Reject)
+    assert (two.key, two.reason) == ("2.jpg", "a link: no picture")
+    assert isinstance(three, Pair)
+    assert (three.key, three.image, three.captions) == ("3.JPG", b"three", ["three"])
 
 
 # --- what is no source

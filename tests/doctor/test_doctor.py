@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pennyclip import ready
 from pennyclip import update as update_module
 from pennyclip.checkpoint import checkpoints
 from pennyclip.cli import main
@@ -16,7 +17,6 @@ from pennyclip.config import Config
 from pennyclip.config_file import load_recipe, to_toml
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import Order
-from pennyclip.doctor import replay as replay_module
 from pennyclip.model.text_clip import ClipTextTower
 from pennyclip.telemetry.events import REMEDIES
 from pennyclip.telemetry.metrics import Metrics, read_metrics
@@ -99,8 +99,8 @@ def test_a_replayed_batch_is_the_one_that_was(
 def test_losses_by_row_have_the_loss_as_their_mean() -> None:
     import torch.nn.functional as F
 
-    from pennyclip.doctor.replay import row_losses
     from pennyclip.loss import LOSSES, Features
+    from pennyclip.loss.row_losses import row_losses
 
     torch.manual_seed(0)
     image, text = (F.normalize(torch.randn(7, 5, dtype=torch.float64), dim=1) for _ in range(2))
@@ -171,13 +171,13 @@ def test_a_replay_takes_the_micro_batch_that_the_run_came_down_to(
     trainer = torch.load(last.path / "trainer.pt", weights_only=False)
     torch.save(trainer | {"micro_batch": 4}, last.path / "trainer.pt")
     sizes = []
-    sound = replay_module.update
+    sound = ready.update
 
     def seen(*args: Any, **options: Any) -> dict[str, Any]:
         sizes.append(options["micro_batch"])
         return sound(*args, **options)
 
-    monkeypatch.setattr(replay_module, "update", seen)
+    monkeypatch.setattr(ready, "update", seen)
     answer(capsys, str(copy), "--replay", "6")
     assert sizes == [4]
 

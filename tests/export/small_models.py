@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import BertConfig
 
-from pennyclip.checkpoint import save
+from pennyclip.checkpoint import Scores, save
 from pennyclip.config import ClipText, ImageTower, Model, TransformersText
 from pennyclip.encoder import Encoder, load
 from pennyclip.weights.build import build, text_folder
@@ -85,7 +85,7 @@ def checkpoint(run: Path, config: Model, step: int = 3) -> Path:
         for name, value in model.named_parameters():
             if not name.startswith("logit"):
                 value.add_(0.1 * torch.randn(value.shape, generator=generator))
-    return save(run, step, (None, None), model, None, {}, text_folder(config), dataset="", keep=1)
+    return save(run, step, Scores(), model, None, {}, text_folder(config), dataset="", keep=1)
 
 
 def images(size: int = 64, count: int = 3) -> Tensor:

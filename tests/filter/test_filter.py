@@ -15,6 +15,8 @@ from pennyclip.config import ClipText, ImageTower, Model
 from pennyclip.data.index import Dataset
 from pennyclip.encoder import load
 from pennyclip.errors import RequestError
+from pennyclip.features import silent
+from pennyclip.filter import similar
 from pennyclip.filter.rules import Rules, first_of_each
 from pennyclip.filter.score import Scorer
 from pennyclip.filter.subset import filter_dataset
@@ -128,10 +130,17 @@ def test_killed_between_two_shards_it_goes_on(
     assert not list((dataset.path / "embeddings").rglob("*.tmp"))
 
 
-def test_similar_pictures_go_and_the_better_scored_of_two_stays(data: Path, scorer: Path) -> None:
+def test_similar_pictures_go_and_the_better_scored_of_two_stays(
+    data: Path, scorer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = Dataset(data)
     limit = 0.98
-    filter_dataset(data, "apart", score=str(scorer), max_similarity=limit)
+    monkeypatch.setattr(similar, "BLOCK", 16)  # so that several blocks meet several parts
+    monkeypatch.setattr(similar, "PART", 7)
+    said = []
+    done = filter_dataset(
+        data, "apart", score=str(scorer), max_similarity=limit, progress=lambda *a: said.append(a)
+    )
     rows, train = dataset.subset("apart"), dataset.subset("train")
     found = Scorer.open(dataset, str(scorer), "best", lambda *_: None)
     scores = found.rows()
@@ -142,8 +151,20 @@ def test_similar_pictures_go_and_the_better_scored_of_two_stays(data: Path, scor
         others = F.normalize(found.images.take(np.array(stay, np.int64))) if stay else own[:0]
         if not (others @ own.T > limit).any():
             stay.append(row)
-    assert 1 < len(rows) < len(train)
+    assert 4 * similar.PART < len(rows) < len(train)
     assert rows.tolist() == sorted(stay)
+    told = [one for one in said if one[0] == "rows compared"]
+    assert told[0] == ("rows compared", 16, len(train))
+    assert told[-1] == ("rows compared", len(train), len(train))
+    gone = np.setdiff1d(train, rows)
+    _, twins = found.distinct(train[np.argsort(-scores[train], kind="stable")], limit, silent)
+    assert sorted(row for row, _, _ in twins) == gone.tolist()
+    for row, kept, cosine in twins:
+        assert kept in stay
+        pair = F.normalize(found.images.take(np.array([row, kept])))
+        assert abs(float(pair[0] @ pair[1]) - cosine) < 1e-5
+        assert cosine > limit
+    assert done.steps[-1]["dropped"] == len(gone)
 
 
 def test_text_and_size_rules_count_what_they_drop(data: Path) -> None:

@@ -1,21 +1,17 @@
-"""LAMB against a scalar reference, timm, its own reload, and itself in two processes."""
+"""LAMB against a scalar reference, timm, its own reload, and itself compiled."""
 
 import copy
 import io
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 
 import pytest
 import timm.optim
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch._dynamo.utils import counters
 
+from pennyclip.optim import lamb_passes
 from pennyclip.optim.lamb import Lamb
 from pennyclip.optim.lamb_passes import COMPILED_MIN, CPU_PIECE
 
@@ -31,7 +27,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def scalar_lamb(p, grads, decays, variant, always_adapt=False):
+def scalar_lamb(p, grads, decays, variant):
     """Plain Python: p and each of the steps in grads are lists of lists of floats."""
     m = [[0.0] * len(x) for x in p]
     v = [[0.0] * len(x) for x in p]
@@ -61,7 +57,7 @@ def scalar_lamb(p, grads, decays, variant, always_adapt=False):
             if variant == "eva":
                 ratio = min(max(ratio, 0.01), 10.0)
                 step = LR * math.sqrt(c2) / c1
-            elif variant == "nvlamb" and decays[i] == 0 and not always_adapt:
+            elif variant == "nvlamb" and decays[i] == 0:
                 ratio = 1.0
             ratios.append(ratio)
             for j in range(len(x)):
@@ -101,10 +97,8 @@ def farthest(a: list[Tensor], b: list[Tensor]) -> float:
     return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("variant", "always_adapt"), [*((v, False) for v in VARIANTS), ("nvlamb", True)]
-)
-def test_equals_the_scalar_reference(variant, always_adapt):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_scalar_reference(variant):
     start, grads = seeded([(6,), (5,), (4,), (3,), (2,)], 6)
     start[1] *= 100  # eva: ratio above 10
     start[2] *= 1e-4  # eva: ratio below 0.01
@@ -121,7 +115,7 @@ def test_equals_the_scalar_reference(variant, always_adapt):
         {"params": list(zip(names[:3], params[:3], strict=True))},
         {"params": list(zip(names[3:], params[3:], strict=True)), "weight_decay": 0.0},
     ]
-    lamb = Lamb(groups, LR, BETAS, EPS, DECAY, variant=variant, always_adapt=always_adapt)
+    lamb = Lamb(groups, LR, BETAS, EPS, DECAY, variant=variant)
     for n in range(1, 7):
         train(lamb, grads[n - 1 : n])
         expected, ratios = scalar_lamb(
@@ -129,7 +123,6 @@ def test_equals_the_scalar_reference(variant, always_adapt):
             [[x.tolist() for x in g] for g in grads[:n]],
             decays,
             variant,
-            always_adapt,
         )
         for p, x in zip(params, expected, strict=True):
             assert p.tolist() == pytest.approx(x, abs=1e-10, rel=1e-10)
@@ -143,10 +136,6 @@ def test_equals_the_scalar_reference(variant, always_adapt):
     [
         ({"variant": "paper"}, {"max_grad_norm": None, "always_adapt": True}),
         ({"variant": "nvlamb"}, {"max_grad_norm": 1.0, "always_adapt": False}),
-        (
-            {"variant": "nvlamb", "always_adapt": True},
-            {"max_grad_norm": 1.0, "always_adapt": True},
-        ),
     ],
 )
 def test_equals_timm(ours, theirs):
@@ -201,49 +190,12 @@ def test_channels_last_and_a_parameter_that_joins_later():
     assert torch.equal(params[0].grad, grads[2][0])  # gradients are left alone
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_parameters_are_updated_in_float32(dtype):
-    start, grads = seeded([(50, 40), (30,)], 1, dtype=dtype)
-    narrow, wide = parameters(start), parameters([x.float() for x in start])
-    lamb = Lamb(narrow, LR)
-    train(lamb, grads)
-    train(Lamb(wide, LR), [[g.float() for g in step] for step in grads])
-    for a, b in zip(narrow, wide, strict=True):
-        assert torch.equal(a, b.to(dtype))
-        state = lamb.state[a]
-        assert {state["exp_avg"].dtype, state["exp_avg_sq"].dtype} == {torch.float32}
-
-
-def test_stochastic_rounding_keeps_the_mean_and_replays():
-    def run(**options):
-        p = nn.Parameter(torch.ones(2 * CPU_PIECE + 5, dtype=torch.bfloat16))
-        lamb = Lamb([p], 1e-3, weight_decay=0.0, **options)
-        train(lamb, [[torch.ones_like(p)]])
-        return p.detach()
-
-    assert torch.equal(run(), torch.ones(2 * CPU_PIECE + 5, dtype=torch.bfloat16))  # lost
-    rounded = run(stochastic_rounding=True)
-    # The step is 1e-3, the spacing below 1 is 2^-8: a standard error of 1.7e-6 over 2^20 draws.
-    assert rounded.double().mean().item() == pytest.approx(1 - 1e-3, abs=1e-5)
-    assert torch.equal(rounded, run(stochastic_rounding=True))
-    assert not torch.equal(rounded, run(stochastic_rounding=True, seed=1))
-
-
-def test_stochastic_rounding_keeps_a_nan():
-    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    g = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32).bfloat16().expand(4)
-    train(Lamb([p], LR, stochastic_rounding=True), [[g]])
-    assert p.isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_resume_is_bit_equal(variant, dtype):
-    rounding = dtype == torch.bfloat16
-    start, grads = seeded([(50, 40), (30,), ()], 5, dtype=dtype)
+def test_resume_is_bit_equal(variant):
+    start, grads = seeded([(50, 40), (30,), ()], 5, dtype=torch.float32)
 
     def new(values):
-        return Lamb(parameters(values), LR, variant=variant, stochastic_rounding=rounding, seed=3)
+        return Lamb(parameters(values), LR, variant=variant)
 
     unbroken = new(start)
     middle = [p.clone() for p in train(unbroken, grads[:3])]
@@ -271,84 +223,43 @@ def test_a_step_reads_nothing_back(variant):
         lamb.trust_ratios()
 
 
-def test_compiled_equals_uncompiled():
-    start, grads = seeded([(COMPILED_MIN // 100 + 1, 100), (300, 400), (7,)], 3)
+@pytest.mark.parametrize(("variant", "dtype"), [("eva", torch.float32), ("nvlamb", torch.float64)])
+def test_compiled_equals_uncompiled(variant, dtype):
+    """In channels-last memory too, and switched on and off in the middle of training."""
+    shapes = [(COMPILED_MIN // 100 + 1, 100), (300, 400), (7,), (64, 64, 3, 3)]
+    start, grads = seeded(shapes, 3, dtype=dtype)
     finals = []
     for compiled in (False, True):
-        lamb = Lamb(parameters(start), LR, variant="nvlamb", compile=compiled)
-        finals.append(train(lamb, grads))
-    assert farthest(*finals) < 1e-12
-
-
-@pytest.mark.full
-def test_compiled_rounds_with_the_same_noise():
-    start, grads = seeded([(CPU_PIECE // 100 + 9, 100), (7,)], 2, dtype=torch.bfloat16)
-    finals = []
-    for compiled in (False, True):
-        lamb = Lamb(parameters(start), LR, stochastic_rounding=True, compile=compiled)
-        finals.append(train(lamb, grads))
-    # Another order of float32 operations tips a rounding here and there, other noise half of them.
-    different = [(a != b).double().mean().item() for a, b in zip(*finals, strict=True)]
-    assert max(different) < 0.01
-
-
-SHARD_SHAPES = [(6, 4), (3, 5), (1, 8), (2, 2)]
-
-
-def _sharded_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    start, grads = seeded(SHARD_SHAPES, 4)
-
-    def place(tensors: list[Tensor]) -> list[Tensor]:  # the last one stays whole on both ranks
-        return [distribute_tensor(x, mesh, [Shard(0)]) for x in tensors[:-1]] + tensors[-1:]
-
-    calls = []
-    original = dist.all_reduce
-    for variant in VARIANTS:
-        params = [nn.Parameter(x) for x in place([x.clone() for x in start])]
+        params = parameters(start)
+        params[3].data = params[3].data.contiguous(memory_format=torch.channels_last)
         lamb = Lamb(params, LR, variant=variant)
-        placed = [place(step) for step in grads]
-
-        def counted(tensor: Tensor, *args, **kwargs):
-            calls.append(tuple(tensor.shape))
-            return original(tensor, *args, **kwargs)
-
-        calls.clear()
-        dist.all_reduce = counted
-        finals = train(lamb, placed)
-        dist.all_reduce = original
-        vector = [(2, 3)] * 4
-        assert [s for s in calls if s != ()] == vector, calls  # one a step, all tensors at once
-        assert len(calls) == (8 if variant == "nvlamb" else 4)
-        whole = [p.full_tensor() for p in finals[:-1]] + finals[-1:]
-        if rank == 0:
-            result = {"finals": whole, "ratios": lamb.trust_ratios()}
-            torch.save(result, os.path.join(folder, f"{variant}.pt"))
-    dist.barrier()
-    dist.destroy_process_group()
+        train(lamb, grads[:1])
+        lamb.compile(compiled)
+        graphs = counters["stats"]["unique_graphs"]
+        train(lamb, grads[1:2])
+        assert counters["stats"]["unique_graphs"] == graphs  # compile() has made what steps run
+        lamb.compile(False)
+        finals.append(train(lamb, grads[2:]))
+    # float32: the order of a sum, in each of 3 steps of 1 % of weights up to 4
+    assert farthest(*finals) < (1e-12 if dtype == torch.float64 else 1e-6)
 
 
-def test_sharded_over_two_processes_equals_one():
-    start, grads = seeded(SHARD_SHAPES, 4)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_sharded_worker, args=(folder,), nprocs=2)
-        for variant in VARIANTS:
-            lamb = Lamb(parameters(start), LR, variant=variant)
-            finals = train(lamb, grads)
-            sharded = torch.load(os.path.join(folder, f"{variant}.pt"), weights_only=True)
-            assert farthest(finals, sharded["finals"]) < 1e-10
-            assert sharded["ratios"] == pytest.approx(lamb.trust_ratios(), rel=1e-10)
+def test_a_compiler_that_fails_changes_nothing(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no C++ compiler")
+
+    start, grads = seeded([(300, 400)], 2)
+    lamb, plain = Lamb(parameters(start), LR), Lamb(parameters(start), LR)
+    monkeypatch.setattr(lamb_passes, "_compiled_kernel", lambda: fail)
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):
+        lamb.compile()
+    assert farthest(train(lamb, grads), train(plain, grads)) == 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"variant": "apex"}, "variant"),
-        ({"always_adapt": True}, "always_adapt"),
-        ({"stochastic_rounding": True}, "bfloat16"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"eps": 0.0}, "eps"),
         ({"weight_decay": -0.1}, "weight_decay"),
@@ -357,3 +268,9 @@ def test_sharded_over_two_processes_equals_one():
 def test_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         Lamb([nn.Parameter(torch.ones(2))], LR, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_need_masters(dtype):
+    with pytest.raises(ValueError, match=r"group 0, params in float32 or float64: found .*16"):
+        Lamb([nn.Parameter(torch.ones(2, dtype=dtype))], LR)

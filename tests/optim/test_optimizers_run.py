@@ -1,5 +1,6 @@
 """Every kind of optimizer trains, tells what it has to tell, and resumes exactly."""
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,31 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pennyclip.check import check_config
 from pennyclip.checkpoint import checkpoints
-from pennyclip.config import ClipText, Stage
-from pennyclip.config_file import load_recipe
+from pennyclip.config import Checkpointing, Optim
+from pennyclip.errors import RequestError
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import resume, train
+from small_runs import small_run
 
 
 @pytest.mark.parametrize("name", ["stable-adamw", "lion", "eva-lamb"])
 def test_a_resumed_run_equals_an_unbroken_one(
     name: str, small_dataset: Path, tmp_path: Path
 ) -> None:
-    recipe = load_recipe("scratch-vit-tiny")
-    image = replace(recipe.model.image, image_size=32)
-    config = replace(
-        recipe,
-        data=str(small_dataset),
-        model=replace(recipe.model, image=image, text=ClipText(width=32, heads=2, layers=1)),
-        stages=(Stage(samples=32),),
-        batch_size=8,
-        workers=0,
-        log_every=1,
-        optim=replace(recipe.optim, name=name, lr=1e-3),
-        checkpoint=replace(recipe.checkpoint, every_steps=2, keep=9),
-        evaluate=replace(recipe.evaluate, every_epochs=9.0),
-    )
+    config = small_run(small_dataset, checkpoint=Checkpointing(every_steps=2, keep=9))
+    config = replace(config, optim=replace(config.optim, name=name, lr=1e-3))
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     train(config, straight, quiet=True)
     shutil.copytree(straight, broken)
@@ -52,3 +43,11 @@ def test_a_resumed_run_equals_an_unbroken_one(
             assert all(0.0099 < ratio < 10.1 for ratio in line["trust_ratio"].values())
         else:
             assert "trust_ratio" not in line
+
+
+@pytest.mark.parametrize("clip_norm", [5.0, math.inf])
+def test_nvlamb_clips_by_itself_so_no_larger_norm_is_taken(clip_norm: float) -> None:
+    config = small_run(Path(), optim=Optim(name="nvlamb"))
+    check_config(config)
+    with pytest.raises(RequestError, match=f"clip_norm = {clip_norm:g} would have no effect"):
+        check_config(replace(config, optim=replace(config.optim, clip_norm=clip_norm)))

@@ -94,6 +94,14 @@ def test_the_same_append_again_is_a_no_op_and_others_are_refused(tmp_path: Path)
     with pytest.raises(RequestError, match="source 1's path"):
         run(second, out=out)
     assert contents(out) == whole
+    (tmp_path / "b" / "8.png").write_bytes((tmp_path / "b" / "7.png").read_bytes())
+    extra = table(tmp_path / "extra", range(20, 22))
+    for sources in ((second,), (extra, first)):  # changed since, and as it was
+        with pytest.raises(RequestError, match="already, and what is in it would be there twice"):
+            run(*sources, out=out, append=True)
+    with pytest.raises(RequestError, match="is given twice"):
+        run(extra, extra, out=tmp_path / "twice")
+    assert contents(out) == whole
     third = run(table(tmp_path / "c", range(9, 12)), out=out, append=True)
     assert [one["rows"] for one in third.sources] == [[0, 6], [6, 9], [9, 12]]
 
@@ -215,11 +223,25 @@ def test_a_root_on_another_disk_is_appended_to_in_turn(tmp_path: Path) -> None:
     assert dataset.pixels(19, 32).shape == (32, 32, 3)
     moved = tmp_path / "disk3"
     other.rename(moved)
-    with pytest.raises(RequestError, match=r"lacks 2 of its 5 shards.*correct it under 'roots'"):
-        Dataset(out)
-    text = (out / "dataset.json").read_text()
-    (out / "dataset.json").write_text(text.replace(f'"{other}"', f'"{moved}"', 1))
-    roots = json.loads((out / "dataset.json").read_text())["roots"]
-    if str(moved) not in roots:  # the first occurrence was the request's
-        (out / "dataset.json").write_text(text.replace(f'"{other}"', f'"{moved}"'))
+    again = {"out": out, "shard_size": 5, "raw": 32}
+    for more in ({}, {"append": True}):  # finished, and before anything is appended
+        source = table(tmp_path / "c", range(20, 30)) if more else tmp_path / "a/captions.jsonl"
+        with pytest.raises(RequestError, match=r"lacks 4 of its 10 shard files.*under 'roots'"):
+            run(source, roots=[other], **again, **more)
+        assert not other.exists()
+    manifest = json.loads((out / "dataset.json").read_text())
+    (out / "dataset.json").write_text(json.dumps(manifest | {"roots": [".", str(moved)]}))
     assert Dataset(out).captions(6) == ["number 6"]
+    with pytest.raises(
+        RequestError, match=r"roots was \['.*disk3'\] and is now \['.*disk2/mine'\]"
+    ):
+        run(source, roots=[other], append=True, **again)
+    shutil.rmtree(other, ignore_errors=True)
+    run(source, roots=[moved], append=True, **again)
+    dataset = Dataset(out)
+    assert [dataset.captions(row)[0] for row in range(30)] == [f"number {i}" for i in range(30)]
+    assert sorted(os.listdir(moved / "shards")) == [f"00000{n}.tar" for n in (1, 3, 5)]
+    whole = (moved / "raw" / "000003.npy").read_bytes()
+    (moved / "raw" / "000003.npy").write_bytes(whole[:-1])
+    with pytest.raises(RequestError, match=r"lacks 1 of its 14 .*000003\.npy is of another size"):
+        Dataset(out)

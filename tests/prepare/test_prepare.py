@@ -220,7 +220,10 @@ def test_the_same_request_again_is_a_no_op_and_another_is_refused(tmp_path: Path
         run(other, out=out)
     with table.open("a") as file:
         file.write(json.dumps({"image": "0.jpg", "captions": ["one more"]}) + "\n")
-    with pytest.raises(RequestError, match="source 1's fingerprint"):
+    with pytest.raises(
+        RequestError,
+        match=r"different request: .*in/captions\.jsonl has changed: a table, or its files\.",
+    ):
         run(table, out=out)
     assert contents(out) == before
 

@@ -14,7 +14,7 @@ from transformers import CLIPConfig, CLIPModel
 from pennyclip.config import ClipText
 from pennyclip.errors import RequestError
 from pennyclip.weights.build import build
-from pennyclip.weights.command import inspect_weights
+from pennyclip.weights.inspection import inspect_weights
 from pennyclip.weights.read import read_state
 from pennyclip.weights.table import summary
 

@@ -247,3 +247,61 @@ def test_lambs_trust_ratios_are_drawn(tmp_path: Path) -> None:
     assert "no_decay" not in drawing
     del records[0]["trust_ratio"], records[1]["trust_ratio"], records[2]["trust_ratio"]
     assert "Trust ratio" not in words_of(write_report(write_lines(tmp_path / "adamw", *records)))
+
+
+def layers_of(step: int) -> dict[str, object]:
+    """A layer learns from step 2,000 on and jumps in step 3,001, where another is not finite."""
+    norms: dict[str, object] = {
+        f"visual.trunk.blocks.{n}": math.exp(-n - step / 9000) for n in range(12)
+    }
+    norms["text.proj"] = "inf" if step == 3001 else 2.0
+    if step >= 2000:
+        norms = {"visual.trunk.patch_embed": 25.0 if step == 3001 else 0.5, **norms}
+    return norms
+
+
+def test_gradients_by_layer_are_drawn_and_counted(tmp_path: Path) -> None:
+    records = [
+        {
+            "kind": "train",
+            "step": step,
+            "loss": 1.0,
+            "grad_norms": layers_of(step),
+            "grad_means": {"text.proj": -2.5e-4},
+        }
+        for step in range(1, 6002, 10)
+    ]
+    page = write_report(write_lines(tmp_path / "run", *records))
+    drawing = page.read_text().split("<h3>Gradient norm by layer</h3>")[1].split("</figure>")[0]
+    assert drawing.index("patch_embed") < drawing.index("blocks.0") < drawing.index("text.proj")
+    assert "14 layers in numbers" in words_of(page)
+    assert "visual.trunk.patch_embed 0.5 25 in 3,001 0.5 none" in words_of(page)
+    assert "text.proj 2 2 in 1 2 -2.5e-04" in words_of(page)
+    assert page.stat().st_size < 120_000
+    (tmp_path / "other").mkdir()
+    none = write_lines(tmp_path / "other/run", {"kind": "train", "step": 1, "grad_norms": {"a": 0}})
+    assert "1 layers in numbers" in words_of(write_report(none))
+
+
+def test_events_of_an_abandoned_stretch_are_told(tmp_path: Path) -> None:
+    run = write_lines(
+        tmp_path / "run",
+        {"kind": "start", "step": 0},
+        {"kind": "event", "step": 34, "name": "rolled back", "message": "it rose", "rows": [7]},
+        {"kind": "end", "step": 39, "reason": "error"},
+    )
+    metrics = Metrics(run / "metrics.jsonl", resume_step=20)
+    metrics.log("start", 20)
+    metrics.close()
+    read = read_run(run)
+    told = timeline(read)
+    assert [(step, name) for step, name, *_ in told] == [
+        (34, "rolled back"),
+        (39, "end"),
+        (20, "resumed"),
+    ]
+    assert told[0][2] == "it rose (Since then the run was resumed from before this step.)"
+    assert told[0][3] == {"rows": [7]}
+    assert "error" in told[1][2]
+    assert told[2][2] == "after a stop"
+    assert read.steps == 20

@@ -62,6 +62,28 @@ def test_resume_drops_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_resume_keeps_what_happened_beyond_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 5, 10)
+    metrics = Metrics(path)
+    metrics.log("event", 10, name="temperature", message="drifts")
+    metrics.log("event", 14, name="loss spike", message="up", rows=[3])
+    metrics.log("eval", 15, metrics={})
+    metrics.log("end", 15, reason="error")
+    metrics.close()
+    for _ in range(2):  # the second time, nothing changes
+        write(path, resume_step=10)
+        found = read_metrics(path)
+        assert [(r["kind"], r["step"], r.get("abandoned", False)) for r in found] == [
+            ("train", 5, False),
+            ("train", 10, False),
+            ("event", 10, False),
+            ("event", 14, True),
+            ("end", 15, True),
+        ]
+        assert found[3]["rows"] == [3]
+
+
 def test_opening_without_a_step_only_appends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 5, 10)

@@ -10,7 +10,7 @@ import torch
 from pennyclip.config import ClipText, ImageTower, Model, TransformersText
 from pennyclip.errors import RequestError
 from pennyclip.weights.build import build
-from pennyclip.weights.command import inspect_weights
+from pennyclip.weights.inspection import inspect_weights
 from pennyclip.weights.table import grouped, render
 
 SMALL_TEXT = ClipText(width=64, layers=1, heads=1, context_length=8, vocab_size=50)

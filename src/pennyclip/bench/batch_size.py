@@ -198,8 +198,8 @@ def _measure(
                 {
                     "device": _name(bench.device),
                     "precision": bench.precision,
-                    "stage": f"stage {number + 1} of {len(config.stages)}, {loader.image_size} px, "
-                    f"up to {loader.text_length} tokens",
+                    "stage": f"{bench.title}, {loader.image_size} px, up to {loader.text_length} "
+                    "tokens",
                     "batch_size": config.batch_size,
                     "limit_bytes": limit,
                     "held_bytes": _held(bench),
@@ -263,13 +263,13 @@ def _held(bench: Workbench) -> int:
 
 
 def _growing(bench: Workbench, most: int, limit: int) -> Iterator[Size | str]:
-    """Sizes, each twice the one before, and then the largest that is promised to fit.
+    """Sizes, each about twice the one before, and then the largest that is promised to fit.
 
     Ends with a reason where that is not `most`.
     """
     done: list[Size] = []
     failed = False
-    for pairs in _doubled(most):
+    for pairs in _sizes(bench.config.batch_size, most):
         if done and not _fits(_forecast(done, pairs), limit):
             break
         if not done:
@@ -292,11 +292,14 @@ def _growing(bench: Workbench, most: int, limit: int) -> Iterator[Size | str]:
     yield f"memory ran out with {pairs}" if failed else f"{pairs} would not leave the margin free"
 
 
-def _doubled(most: int) -> Iterator[int]:
-    pairs = SIZES_FROM
-    while pairs < most:
-        yield pairs
-        pairs *= 2
+def _sizes(batch_size: int, most: int) -> Iterator[int]:
+    """The recipe's batch with its halves and its doubles, the smallest first, and last `most`.
+
+    Halves of the batch rather than powers of 2: they divide it into micro-batches of one size."""
+    halves = [batch_size >> k for k in range(batch_size.bit_length())]
+    doubles = (batch_size << k for k in itertools.count(1))
+    growing = itertools.chain((n for n in reversed(halves) if n >= SIZES_FROM), doubles)
+    yield from itertools.takewhile(lambda n: n < most, growing)
     yield most
 
 
@@ -352,10 +355,9 @@ def _update(bench: Workbench, batch: Batch) -> float | None:
     Returns:
         Seconds that it took without the optimizer's step; None: memory ran out.
     """
-    stage, optimizer = bench.config.stages[bench.number], bench.setup.optimizer
-    mask = stage.mask_ratio
+    optimizer = bench.setup.optimizer
     setup = replace(bench.setup, loader=replace(bench.setup.loader, batch_size=len(batch.rows)))
-    keep = setup.keep(min(mask) if isinstance(mask, tuple) else mask, 0, bench.device)
+    least = min(bench.stage.mask_range)  # dropped: the update that takes most memory
     times: list[float] = []
 
     def clock(*_: object) -> None:
@@ -367,7 +369,8 @@ def _update(bench: Workbench, batch: Batch) -> float | None:
     hooks = [optimizer.register_step_pre_hook(clock), optimizer.register_step_post_hook(clock)]
     clock()
     try:
-        if bench.update(batch, 0, keep=keep)["shortage"] is not None:
+        record = bench.update(setup, batch, 0, bench.scaler, mask_ratio=least)
+        if record["shortage"] is not None:
             return None
     except OutOfMemory:
         return None

@@ -15,7 +15,7 @@ float32 while each module computes a second time, in the chosen precision, on fl
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,34 +134,26 @@ def _cell(value: float | None) -> str:
     return f"{'':>7}" if value is None else f"{value:7.2%}" if value else f"{'0':>7}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """A module's forward pass."""
 
-    module: nn.Module
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     output: Tensor
 
 
-@dataclass
 class Seen:
     """What is kept of a call in the chosen precision."""
 
-    call: Any
-    given: list[torch.dtype] = field(init=False)
-    """Of the floating-point tensors among its arguments."""
-    output: Tensor = field(init=False)
-    overflow: float = field(init=False)
-    gradient: Tensor | None = None
-    gradient_overflow: float | None = None
-
-    def __post_init__(self) -> None:
-        call, self.call = self.call, None
+    def __init__(self, call: Call) -> None:
         self.given = [x.dtype for x in _floats((call.arguments, call.keywords))]
+        """Dtypes of the floating-point tensors among its arguments."""
         self.output, self.overflow = _sample(call.output), _not_finite(call.output)
+        self.gradient: Tensor | None = None
+        self.gradient_overflow: float | None = None
         if call.output.requires_grad:
-            call.output.register_hook(self._backward)
+            call.output.register_hook(self._backward)  # type: ignore[no-untyped-call]
 
     def _backward(self, gradient: Tensor) -> None:
         self.gradient, self.gradient_overflow = _sample(gradient), _not_finite(gradient)
@@ -202,13 +194,14 @@ def measure_module_errors(config: Config, stage: int | None = None) -> ModuleErr
 
     with _watching(bench.model, see) as kernels:
         record = _pass(bench)
-    names = {name for name in seen if name in kernels}
-    modules = {name: Module(name, ", ".join(sorted(kernels[name]))) for name in names}
+    # In the order in which they computed; others only call those.
+    modules = {n: Module(n, ", ".join(sorted(kernels[n]))) for n in seen if n in kernels}
+    left = dict(modules)
     scale = float(record.get("loss_scale", 1.0))
 
     def compare(name: str, call: Call) -> None:
-        if name in names and not modules[name].error:
-            _compare(modules[name], seen[name], call, scale, bench)
+        if module := left.pop(name, None):  # the first call, as in `see`
+            _compare(module, seen[name], call, scale, bench)
 
     with narrowed(bench.model, bench.precision), _watching(exact.model, compare):
         reference = _pass(exact)
@@ -217,7 +210,7 @@ def measure_module_errors(config: Config, stage: int | None = None) -> ModuleErr
         loss_scale=scale,
         loss=float(record["loss"]),
         exact_loss=float(reference["loss"]),
-        modules=tuple(modules[name] for name in seen if name in names),
+        modules=tuple(modules.values()),
     )
 
 
@@ -226,8 +219,8 @@ def _pass(bench: Workbench) -> dict[str, Any]:
     for group in bench.setup.optimizer.param_groups:
         group["lr"] = 0.0
     step = bench.plan.ends[bench.number - 1] if bench.number else 0
-    keep = bench.setup.keep(bench.plan.mask_ratio(step), step, bench.device)
-    return bench.update(bench.setup.loader.batch(step), step, keep=keep)
+    batch = bench.setup.loader.batch(step)
+    return bench.update(bench.setup, batch, step, bench.scaler)
 
 
 def _compare(module: Module, seen: Seen, call: Call, scale: float, bench: Workbench) -> None:
@@ -292,7 +285,7 @@ def _watching(
         name = stack.pop()
         tensor = _tensor(output)
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            see(name, Call(module, args, kwargs, tensor))
+            see(name, Call(args, kwargs, tensor))
 
     handles = [
         handle

@@ -20,6 +20,7 @@ from pennyclip.bench.workbench import stage_number
 from pennyclip.config import Config, LossScaling, Precision
 from pennyclip.errors import RequestError, RunError
 from pennyclip.precision import choose
+from pennyclip.ready import run_device
 from pennyclip.scaling import is_scaled
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import train
@@ -50,7 +51,7 @@ class Row:
     epoch_seconds: float | None = None
     """Of an epoch's updates, without evaluating and saving; None: the run broke off."""
     peak_bytes: int | None = None
-    """At the recipe's batch size; None: that does not fit whole."""
+    """At the recipe's batch size; None: that was not run whole."""
     largest: int | None = None
     """Pairs."""
     larger_untried: bool = False
@@ -120,7 +121,7 @@ class Precisions:
             f"same batches. Time an epoch: from these updates{extrapolated}. Recall: on the "
             "development split; one run each, so small differences are noise.",
             f"Peak memory: of a process that makes updates at batch {self.batch_size}, libraries "
-            "included.",
+            "included; – where so many pairs do not fit whole, or were not asked for.",
         ]
         return lines + [f"{row.name}: {row.failure}" for row in self.rows if row.failure]
 
@@ -162,7 +163,7 @@ def measure_precisions(
         RequestError: there is no such precision, or the recipe could not be trained as it stands.
     """
     number = stage_number(config, stage, 0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = run_device()
     short = replace(config.stages[number], epochs=epochs, samples=None)
     config = replace(
         config,
@@ -221,7 +222,7 @@ def _with_precision(config: Config, name: str) -> Config:
 
 
 def _memory(row: Row, sizes: BatchSizes, batch_size: int, most: int) -> Row:
-    peak = next((s.peak_bytes for s in sizes.sizes if s.pairs >= batch_size), None)
+    peak = next((s.peak_bytes for s in sizes.sizes if s.pairs == batch_size), None)
     untried = sizes.largest == most
     return replace(row, peak_bytes=peak, largest=sizes.largest, larger_untried=untried)
 

@@ -83,22 +83,29 @@ def find_rate(
         raise RequestError(f"updates = {updates}: expected at least {10 * AROUND}")
     number = stage_number(config, stage, 0)
     bench = open_workbench(config, number, progress)
-    chosen = config.stages[number]
-    mask = chosen.mask_ratio[0] if isinstance(chosen.mask_ratio, tuple) else chosen.mask_ratio
-    scale = chosen.lr_factor * bench.plan.lr_scale
+    scale = bench.stage.lr_factor * bench.plan.lr_scale
+    # Overflows in a row that only say that the loss scale is still too large.
+    patience = config.loss_scaling.patience if bench.scaler else 1
     peaks = [group["base_lr"] * scale for group in bench.setup.optimizer.param_groups]
     factors: list[float] = []
     losses: list[float] = []
-    ended, micro_batch = "", config.micro_batch
+    ended, micro_batch, overflows = "", config.micro_batch, 0
     for step, batch in enumerate(bench.setup.loader.batches(0, updates)):
         factor = LOW * (HIGH / LOW) ** (step / (updates - 1))
         for group, peak in zip(bench.setup.optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
-        keep = bench.setup.keep(mask, step, bench.device)
-        record = bench.update(batch, step, keep=keep, micro_batch=micro_batch)
+        record = bench.update(
+            bench.setup,
+            batch,
+            step,
+            bench.scaler,
+            micro_batch,
+            mask_ratio=bench.stage.mask_range[0],
+        )
         micro_batch = record["micro_batch"]
-        if record["skipped"]:
-            if bench.scaler and not bench.scaler.exhausted:
+        overflows = overflows + 1 if record["skipped"] else 0
+        if overflows:
+            if overflows < patience:
                 continue
             ended = f"at {factor:.2g} times the recipe's rates the loss or its gradient overflowed"
             break
@@ -125,7 +132,7 @@ def find_rate(
         if any(g["base_lr"] != config.optim.lr for g in bench.setup.optimizer.param_groups):
             finding += f", and every other rate of the recipe times {factor:.2g} as well"
     return RateTest(
-        stage=f"stage {number + 1} of {len(config.stages)}, batches of {config.batch_size}, "
+        stage=f"{bench.title}, batches of {config.batch_size}, "
         f"{len(losses)} updates in {bench.precision}",
         lr=config.optim.lr,
         factors=tuple(factors),
@@ -133,7 +140,7 @@ def find_rate(
         suggested_factor=factor,
         suggested_rates=rates,
         finding=". ".join(x for x in (finding, ended) if x),
-        preset=_published(config, chosen),
+        preset=_published(config, bench.stage),
     )
 
 

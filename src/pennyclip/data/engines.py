@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pennyclip.data.pool import TRIES, Event, Report, Result, Task, run_tasks
+from pennyclip.data.pool import TRIES, Event, Report, Result, Task, run_tasks, told
 from pennyclip.errors import RequestError, RunError
 
 Engine = Literal["local", "ray"]
@@ -70,8 +70,7 @@ def _run_on_ray(
                 try:
                     counted, result = ray.get(ready)
                 except ray.exceptions.RayTaskError as error:
-                    cause = error.cause
-                    raise RunError(f"{tasks[number]}: {type(cause).__name__}: {cause}") from error
+                    raise RunError(f"{tasks[number]}: {told(error.cause)}") from error
                 except ray.exceptions.RayError as error:
                     raise RunError(
                         f"{tasks[number]}: {TRIES} processes were lost on it, one after the other: "

@@ -30,6 +30,13 @@ camera in common use; Pillow itself refuses from 179 million."""
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "JPEG2000", "PPM")
 """Pillow's readers that may see a stranger's bytes (its EPS reader, say, starts Ghostscript)."""
 
+MAGIC = {
+    "JPEG": re.compile(rb"\xff\xd8\xff"),
+    "PNG": re.compile(rb"\x89PNG\r\n\x1a\n"),
+    "GIF": re.compile(rb"GIF8[79]a"),
+}
+"""How files of the common formats begin: one that is refused all the same is damaged."""
+
 _JPEG_DAMAGE = re.compile("premature end|bad huffman|bad arithmetic|instead of rst", re.I)
 """libjpeg's warnings that mean lost pixels; its others (stray bytes between segments, unknown
 revision numbers) leave the picture whole."""
@@ -39,6 +46,9 @@ class ImageError(ValueError):
     """This input is no usable picture. The message is `kind: detail`; kinds are counted."""
 
 
+Mode = Literal["RGB", "L", "CMYK"]
+
+
 @dataclass(frozen=True)
 class Decoded:
     """A decoded picture."""
@@ -46,7 +56,7 @@ class Decoded:
     pixels: U8
     """[H, W, 3] RGB, upright."""
     reencode: bool
-    """False for an upright sRGB or gray JPEG, whose own data can be kept as they are."""
+    """False for an upright JPEG, sRGB or gray as sRGB has it, whose own data can be kept."""
     profile: bytes | None = None
     """The ICC profile of the pixels where it is not sRGB; see `to_srgb`. Converting is for later,
     when they are fewer."""
@@ -73,6 +83,12 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Decoded:
         except Image.DecompressionBombError:
             raise ImageError(f"too large: more than {max_pixels:,} pixels") from None
         except UnidentifiedImageError:
+            if (
+                kind := next((k for k, magic in MAGIC.items() if magic.match(data)), None)
+            ) is not None:
+                raise ImageError(
+                    f"damaged: it begins as {kind}, but its header can't be read"
+                ) from None
             raise ImageError(
                 f"not a picture: starts with {data[:16]!r}; readable are {', '.join(FORMATS)}"
             ) from None
@@ -145,16 +161,21 @@ def _upright(pixels: U8, orientation: int) -> U8:
 
 
 def _profile(image: Image.Image) -> bytes | None:
-    """The picture's ICC profile where its colours are RGB, but not sRGB."""
+    """The picture's ICC profile where its colours are RGB or gray, but not sRGB's."""
     profile = image.info.get("icc_profile")
-    if not isinstance(profile, bytes) or image.mode not in ("RGB", "RGBA", "P", "PA", "RGBX"):
+    if not isinstance(profile, bytes):
         return None
-    return profile if _transform(profile, "RGB") is not None else None
+    if image.mode in ("RGB", "RGBA", "P", "PA", "RGBX"):
+        return profile if _transform(profile, "RGB") is not None else None
+    if image.mode in ("L", "LA") or image.mode.startswith("I;16"):
+        return profile if _transform(profile, "L") is not None else None
+    return None
 
 
 @lru_cache(maxsize=64)  # chosen: a source's pictures come from a few cameras and programs
-def _transform(profile: bytes, mode: Literal["RGB", "CMYK"]) -> ImageCms.ImageCmsTransform | None:
-    """To sRGB; None where nothing would change, or the profile is of no use."""
+def _transform(profile: bytes, mode: Mode) -> ImageCms.ImageCmsTransform | None:
+    """To sRGB; None where nothing would change, or the profile is of no use, or of other colours
+    than the mode's."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
@@ -162,11 +183,19 @@ def _transform(profile: bytes, mode: Literal["RGB", "CMYK"]) -> ImageCms.ImageCm
             return transform
         steps = np.linspace(0, 255, 9, dtype=np.uint8)
         cube = np.stack(np.meshgrid(steps, steps, steps), -1).reshape(27, 27, 3)
-        changed = ImageCms.applyTransform(Image.fromarray(cube), transform)
+        if mode == "L":
+            cube = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, 2)
+        changed = _converted(cube, transform)
     except (ImageCms.PyCMSError, OSError, ValueError):
         return None
-    assert changed is not None
-    return transform if np.abs(np.asarray(changed).astype(int) - cube).max() > ROUNDING else None
+    return transform if np.abs(changed.astype(int) - cube).max() > ROUNDING else None
+
+
+def _converted(pixels: U8, transform: ImageCms.ImageCmsTransform) -> U8:
+    """[H, W, 3] RGB of [H, W, 3] RGB, or of gray in three equal channels."""
+    gray = transform.input_mode == "L"
+    image = Image.fromarray(np.ascontiguousarray(pixels[..., 0]) if gray else pixels)
+    return np.asarray(ImageCms.applyTransform(image, transform))
 
 
 ROUNDING = 2
@@ -175,10 +204,11 @@ ROUNDING = 2
 
 def to_srgb(pixels: U8, profile: bytes | None) -> U8:
     """[H, W, 3] pixels of a `Decoded` picture in sRGB."""
-    transform = _transform(profile, "RGB") if profile is not None else None
-    if transform is None:
+    if profile is None:
         return pixels
-    return np.asarray(ImageCms.applyTransform(Image.fromarray(pixels), transform))
+    # A profile is of one kind of colours, so for one of these two at most.
+    transform = _transform(profile, "RGB") or _transform(profile, "L")
+    return pixels if transform is None else _converted(pixels, transform)
 
 
 def _to_rgb(image: Image.Image) -> U8:

@@ -13,7 +13,7 @@ Shards and raw squares may lie in several roots, on several disks; the rest is i
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,15 @@ class Dataset:
         self.rows: npt.NDArray[np.void] = rows[: self.meta["counts"]["kept"]]
         if self.rows.dtype != ROW:
             raise RequestError(f"{self.path}/index/rows.npy has columns {self.rows.dtype.names}")
-        shards = range(len(self.meta["shards"]))
-        missing = [file for number in shards if not (file := self.shard_path(number)).is_file()]
+        files = [file for number in range(len(self.meta["shards"])) for file in self._sizes(number)]
+        missing = [file for file, size in files if _size(file) != size]
         if missing:
+            found = _size(missing[0])
+            what = "absent" if found is None else f"of another size, {found:,} bytes"
             raise RequestError(
-                f"{self.path} lacks {len(missing)} of its {len(shards)} shards ({missing[0]}, "
-                "...). Bring them back, or prepare the dataset again. Where a folder of --roots "
-                f"has moved, correct it under 'roots' in {manifest}."
+                f"{self.path} lacks {len(missing)} of its {len(files)} shard files ({missing[0]} "
+                f"is {what}). Bring them back, or remove the folder and prepare it again. Where a "
+                f"folder of --roots has moved, correct it under 'roots' in {manifest}."
             )
         self._shard = lru_cache(OPEN_SHARDS)(self._open_shard)
         self._raw = lru_cache(OPEN_SHARDS)(self._open_raw)
@@ -94,6 +96,17 @@ class Dataset:
         """Where a shard's tar is: in the dataset's own folder, or on another disk."""
         shard = self.meta["shards"][number]
         return self.path / self.meta.get("roots", ["."])[shard.get("root", 0)] / shard["path"]
+
+    def _raw_path(self, number: int) -> Path:
+        tar = self.shard_path(number)
+        return tar.parent.parent / "raw" / f"{tar.stem}.npy"
+
+    def _sizes(self, number: int) -> Iterator[tuple[Path, int]]:
+        """A shard's files and their bytes."""
+        shard = self.meta["shards"][number]
+        yield self.shard_path(number), shard["bytes"]
+        if "raw_bytes" in shard:
+            yield self._raw_path(number), shard["raw_bytes"]
 
     def pixels(self, row: int, side: int) -> npt.NDArray[np.uint8]:
         """[H, W, 3] the row's picture, for use at `side` pixels; safe from several threads.
@@ -126,8 +139,7 @@ class Dataset:
         return _Shard(self.shard_path(number))
 
     def _open_raw(self, number: int) -> npt.NDArray[np.uint8]:
-        tar = self.shard_path(number)
-        return np.load(tar.parent.parent / "raw" / f"{tar.stem}.npy", mmap_mode="c")
+        return np.load(self._raw_path(number), mmap_mode="c")
 
     @cached_property
     def caption_starts(self) -> npt.NDArray[np.int64]:
@@ -184,6 +196,11 @@ class Dataset:
             ):
                 wanted[row] = item
         return [wanted[row] for row in rows.tolist()]
+
+
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None where there is none."""
+    return file.stat().st_size if file.is_file() else None
 
 
 class _Shard:

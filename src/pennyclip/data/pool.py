@@ -150,6 +150,13 @@ def _serve(function: Callable[[Any, Report], Any], pipe: "Pipe") -> None:
     except (EOFError, ConnectionError):  # no more tasks, or the first process is gone
         return
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-        pipe.send(("failed", text))
+        pipe.send(("failed", told(error)))
+
+
+def told(error: BaseException) -> str:
+    """What a task's failure says. A full disk is no fault of ours; elsewhere, the place helps."""
+    if isinstance(error, OSError):
+        return f"{error}. What is finished is kept: run it again when the cause is gone."
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in where)
+    return f"{type(error).__name__}: {error}{place}"

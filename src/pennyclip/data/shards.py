@@ -240,7 +240,11 @@ def _square(pixels: images.U8, side: int, fit: images.Fit) -> images.U8:
 @contextmanager
 def _writing(final: Path) -> Iterator[BinaryIO]:
     with replacing(final) as partial, partial.open("w+b") as file:
-        yield file
+        try:
+            yield file
+        except OSError as error:
+            error.filename = error.filename or str(final)  # which disk is full
+            raise
 
 
 class RawWriter:

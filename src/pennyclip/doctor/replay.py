@@ -6,29 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from pennyclip.answer import Answer
 from pennyclip.checkpoint import checkpoints
-from pennyclip.config_file import read_toml
 from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError
-from pennyclip.features import silent
-from pennyclip.loss import LOSSES, Features
-from pennyclip.model.recompute import recompute
-from pennyclip.precision import assign, choose
-from pennyclip.run_folder import RunFolder
-from pennyclip.session import Rows, enter_stage, open_rows
-from pennyclip.stages import make_plan
-from pennyclip.start import start
+from pennyclip.loss import Features
+from pennyclip.loss.row_losses import row_losses
+from pennyclip.ready import make_ready, open_request
+from pennyclip.run_folder import read_run
+from pennyclip.session import Rows
 from pennyclip.state import TrainState
 from pennyclip.telemetry.metrics import read_metrics
-from pennyclip.train import step_seed
-from pennyclip.update import update
 
 SHOWN = 8  # rows, those with the largest loss
-CHUNK = 1024  # rows of the matrix of logits at a time
 
 
 def replay(run: Path, step: int) -> Answer:
@@ -44,28 +36,18 @@ def replay(run: Path, step: int) -> Answer:
     Raises:
         RequestError: there is no such run or step.
     """
-    if not (run / "config.toml").is_file():
-        raise RequestError(f"{run.absolute()} is not a run folder: it has no config.toml")
-    config = read_toml(run / "config.toml")
-    rows = open_rows(config)
-    plan = make_plan(config, rows.epoch)
+    config, rows, plan = open_request(read_run(run))
     if not 1 <= step <= plan.steps:
         raise RequestError(f"--replay {step}: the run has steps 1 to {plan.steps}")
     before = [c for c in checkpoints(run) if c.step < step]
-    beginning = start(config, RunFolder(run, before[-1] if before else None))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = choose(
-        config.precision, device, sum(p.numel() for p in beginning.model.parameters())
-    ).precision
-    state = TrainState.begin(beginning, config, precision, device, lambda *_, **__: None)
-    assign(state.model, precision, config.precision_of)
-    recompute(state.model, config.activation_checkpointing)  # after that, as in a run
-    number = plan.stage(step - 1)
-    setup = enter_stage(state.model, config, number, rows, state.optimizer, silent)
-    batch = setup.loader.batch(step - 1).to(device)
+    ready = make_ready(config, rows, plan, before[-1] if before else None)
+    state = TrainState.begin(
+        ready.start, config, ready.precision, ready.device, lambda *_, **__: None
+    )
+    setup = ready.enter_stage(plan.stage(step - 1), state.optimizer)
+    batch = setup.loader.batch(step - 1)
 
     kept: list[Features] = []  # the last: `update` tries again where memory runs out
-    loss = LOSSES[config.loss]
 
     def compute(features: Features) -> tuple[Tensor, dict[str, float | Tensor]]:
         # Copies: the embeddings themselves would hold the graph of an attempt that failed.
@@ -73,25 +55,15 @@ def replay(run: Path, step: int) -> Answer:
         for embeddings, copy in ((features.image, image), (features.text, text)):
             embeddings.register_hook(partial(setattr, copy, "grad"))  # type: ignore[no-untyped-call]
         kept[:] = [replace(features, image=image, text=text, all_image=image, all_text=text)]
-        return loss.compute(features)
+        return ready.loss.compute(features)
 
-    record = update(
-        state.model,
-        replace(loss, compute=compute),
-        setup.optimizer,
-        batch,
-        keep=setup.keep(plan.mask_ratio(step - 1), step - 1, device),
-        clip_norm=config.optim.clip_norm,
-        precision=precision,
-        stochastic_rounding=config.optim.stochastic_rounding,
-        scaler=state.scaler,
-        micro_batch=state.micro_batch,
-        seed=step_seed(config.seed, step - 1),
+    record = replace(ready, loss=replace(ready.loss, compute=compute)).update(
+        setup, batch, step - 1, state.scaler, state.micro_batch
     )
     (features,) = kept
     tree = {
         "step": step,
-        "weights_of_step": beginning.step,
+        "weights_of_step": ready.start.step,
         "loss": record["loss"],
         "recorded_loss": _recorded(run, step),
         "grad_norm": record["grad_norm"],
@@ -102,45 +74,23 @@ def replay(run: Path, step: int) -> Answer:
     return Answer(_text(tree), tree)
 
 
-def row_losses(features: Features) -> Float[Tensor, " B"]:
-    """Cross-entropy of each pair against its batch, both directions' mean, without own groups.
-
-    For infonce, the loss by row; for the others a measure of the same kind.
-    """
-    f = features
-    total = torch.zeros(len(f.image), device=f.image.device)
-    for queries, candidates in ((f.image, f.text), (f.text, f.image)):
-        for at in range(0, len(queries), CHUNK):
-            part = slice(at, at + CHUNK)
-            logits = f.scale * queries[part] @ candidates.T
-            same = f.groups[part, None] == f.groups
-            own = torch.arange(len(logits), device=logits.device)
-            same[own, own + at] = False
-            logits = logits.masked_fill(same, -torch.inf)
-            total[part] += (logits.logsumexp(1) - logits[own, own + at]) / 2
-    return total
-
-
 def _worst(features: Features, batch: Batch, rows: Rows) -> list[dict[str, Any]]:
     """The rows with the largest loss; those whose embedding is not finite come first."""
     with torch.no_grad():
-        bad = ~(torch.isfinite(features.image).all(1) & torch.isfinite(features.text).all(1))
-        losses = row_losses(
-            replace(features, image=features.image.nan_to_num(), text=features.text.nan_to_num())
-        )
+        losses = row_losses(features)
         norms = torch.zeros_like(losses)
         for embeddings in (features.image, features.text):
             if embeddings.grad is not None:
                 norms += embeddings.grad.norm(dim=1).nan_to_num()
         shares = norms / norms.sum().clamp(min=torch.finfo(norms.dtype).tiny)
-        order = torch.where(bad, torch.inf, losses).argsort(descending=True)[:SHOWN].tolist()
+        order = losses.argsort(descending=True)[:SHOWN].tolist()
     entries = rows.dataset.keys(batch.rows[order].cpu().numpy())
     return [
         {
             "row": int(batch.rows[i]),
             "loss": float(losses[i]),
             "gradient_share": float(shares[i]),
-            "finite": not bool(bad[i]),
+            "finite": bool(losses[i].isfinite()),
             "origin": entry["origin"],
             "captions": entry["captions"],
         }

@@ -1,6 +1,5 @@
 """Zero-shot classification: a folder a class, and the class names as captions."""
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from pennyclip.data.images import ImageError, decode
-from pennyclip.errors import RequestError
+from pennyclip.errors import RequestError, did_you_mean
 from pennyclip.evaluate.result import TIE, Encode, Result, mean_rank, require_finite
 from pennyclip.evaluate.templates import TEMPLATES
 
@@ -109,8 +108,7 @@ def _classes(folder: Path, names: Mapping[str, str]) -> dict[str, str]:
         )
     for name in names:
         if name not in found:
-            near = difflib.get_close_matches(name, found, n=1)
-            hint = f" Did you mean '{near[0]}'?" if near else f" It has: {', '.join(found[:20])}."
+            hint = did_you_mean(name, found) or f" It has: {', '.join(found[:20])}."
             raise RequestError(f"class names: {folder} has no folder '{name}'.{hint}")
     classes = {
         name: names.get(name) or " ".join(name.replace("_", " ").replace("-", " ").split())

@@ -39,7 +39,8 @@ class Filter:
     keep: float | None = None
     """Share of the rows that stays, the best scored."""
     max_similarity: float | None = None
-    """Largest cosine between two pictures that both stay, by the same model."""
+    """Largest cosine between two pictures that both stay, by the same model. Every pair of rows
+    is compared: ten times the rows take a hundred times as long."""
     max_repeats: int | None = None
     """Most rows of one group (one picture or caption) that stay."""
     json: Json = False

@@ -68,6 +68,8 @@ class Scorer:
         means = np.add.reduceat(self.captions(), starts[:-1]) / np.diff(starts)
         return means.astype(np.float32)
 
-    def distinct(self, rows: I64, limit: float) -> tuple[Mask, list[tuple[int, int, float]]]:
+    def distinct(
+        self, rows: I64, limit: float, progress: Progress
+    ) -> tuple[Mask, list[tuple[int, int, float]]]:
         """Which rows are no closer to one before them than a cosine of `limit`."""
-        return distinct(self.images, rows, limit, self.device)
+        return distinct(self.images, rows, limit, self.device, progress)

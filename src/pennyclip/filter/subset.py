@@ -143,7 +143,7 @@ def filter_dataset(
         rows = ranked
         drawn = Drawn(before, scores[before], len(ranked))
         if max_similarity is not None:
-            mask, pairs = scorer.distinct(ranked, max_similarity)
+            mask, pairs = scorer.distinct(ranked, max_similarity, progress)
             drawn = Drawn(before, scores[before], len(ranked), pairs)
             rows = ranked = left(f"no pictures closer than {max_similarity:g}", ranked[mask])
     if max_repeats is not None:

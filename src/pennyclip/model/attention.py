@@ -22,8 +22,24 @@ def attention_context(x: Tensor, weights: torch.dtype) -> AbstractContextManager
     return _Float32Attention() if x.device.type == "cpu" and narrow else nullcontext()
 
 
+def same_attention() -> AbstractContextManager[object]:
+    """The context that `attention_context` has put around this call, for when it is made again."""
+    return _Float32Attention() if _Float32Attention.entered else nullcontext()
+
+
 class _Float32Attention(TorchFunctionMode):
     """Runs `scaled_dot_product_attention` in float32, whoever calls it (timm, transformers, we)."""
+
+    entered = 0  # contexts that a tower is in at the moment
+
+    def __enter__(self) -> "_Float32Attention":
+        _Float32Attention.entered += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        _Float32Attention.entered -= 1
 
     def __torch_function__(
         self,

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from pennyclip.config import Depth
-from pennyclip.errors import RequestError
+from pennyclip.errors import RequestError, some_like
 from pennyclip.model.clip import CLIP, TextTower
 from pennyclip.model.image import ImageTower
 from pennyclip.model.lora import is_adapter, merged_state
@@ -58,10 +57,9 @@ def _learning(layers: list[list[str]], depth: Depth, name: str) -> set[str]:
         names = [parameter for layer in layers for parameter in layer]
         for pattern in depth:
             if not any(fnmatchcase(parameter, pattern) for parameter in names):
-                near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
                 raise RequestError(
                     f"{name}: nothing in this trunk matches '{pattern}'. Its parameters are called "
-                    f"{', '.join(near)} and so on"
+                    f"{some_like(pattern, names)} and so on"
                 )
         return {n for n in names if any(fnmatchcase(n, pattern) for pattern in depth)}
     count = len(layers) if depth == "all" else 0 if depth == "none" else depth

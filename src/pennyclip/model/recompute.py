@@ -6,6 +6,7 @@ more time in what is checkpointed.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pennyclip.config import ActivationCheckpointing
 from pennyclip.errors import RequestError
+from pennyclip.model.attention import same_attention
 from pennyclip.model.clip import CLIP, TextTower
 from pennyclip.model.text_clip import ClipTextTower
 
@@ -66,4 +68,10 @@ def text_blocks(tower: TextTower) -> list[nn.Module]:
 def _recomputed(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
-    return checkpoint(forward, *inputs, use_reentrant=False, **named)
+    if torch.compiler.is_compiling():  # what is compiled takes the context along
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+    # torch restores autocast when it calls again, and no other context.
+    again = same_attention()
+    return checkpoint(
+        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **named
+    )

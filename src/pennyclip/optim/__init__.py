@@ -29,11 +29,11 @@ def _lion(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer:
     return Lion(groups, lr=config.lr, betas=config.betas)
 
 
-def _lamb(variant: Variant) -> Make:
+def _lamb(variant: Variant, about: str) -> Make:
     def make(groups: list[dict[str, Any]], config: Optim) -> torch.optim.Optimizer:
         return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, variant=variant)
 
-    make.__doc__ = f"LAMB (You et al. 2020) for large batches, variant '{variant}'."
+    make.__doc__ = about
     return make
 
 
@@ -41,9 +41,11 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": _adamw,
     "stable-adamw": _stable_adamw,
     "lion": _lion,
-    "lamb": _lamb("paper"),
-    "nvlamb": _lamb("nvlamb"),
-    "eva-lamb": _lamb("eva"),
+    "lamb": _lamb("paper", "LAMB for batches of many thousands, as its paper (You et al. 2020)."),
+    "nvlamb": _lamb(
+        "nvlamb", "NVIDIA's LAMB: clips at norm 1 itself, and adapts only what weight decay is on."
+    ),
+    "eva-lamb": _lamb("eva", "DeepSpeed's LAMB, EVA-CLIP's (Sun et al. 2023): ratios 0.01 to 10."),
 }
 """By the name that a recipe uses."""
 

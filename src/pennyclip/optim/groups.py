@@ -1,6 +1,5 @@
 """Named parameter groups: every trainable parameter in exactly one."""
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from pennyclip.config import Optim, PartRates, TrunkRates
-from pennyclip.errors import RequestError
+from pennyclip.errors import RequestError, some_like
 
 NO_DECAY_NAMES = ("cls_token", "pos_embed", "positional_embedding", "reg_token", "logit_")
 TEMPERATURE = ("logit_scale", "logit_bias")
@@ -97,8 +96,7 @@ def _check_patterns(names: list[str], config: Optim) -> None:
         earlier = config.patterns[:number]
         left = [n for n in names if not any(fnmatchcase(n, p.match) for p in earlier)]
         if not any(fnmatchcase(name, pattern.match) for name in left):
-            near = difflib.get_close_matches(pattern.match, names, n=3, cutoff=0.3)
             raise RequestError(
                 f"optim.patterns[{number}]: no parameter is left that matches '{pattern.match}'. "
-                f"Similar names: {', '.join(near) or ', '.join(names[:3])}"
+                f"Similar names: {some_like(pattern.match, names)}"
             )

@@ -6,14 +6,12 @@ given each tensor's factor, adds factor * u to p. What a ratio is stands in `lam
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from pennyclip.optim.rounding import NOISE, stochastic
+from pennyclip.optim.buckets import Bucket, Entry
 
 # Chosen: a piece's tensors (2 MiB each in float32) stay in the cache over its operations. Pieces
 # also keep the norm right: torch 2.14 adds up squares in long float32 runs on CPU and is off by
@@ -23,8 +21,8 @@ CPU_PIECE = 2**19
 COMPILED_MIN = 2**15
 # Chosen: bounds the scratch (the update, 4 bytes an element) to 64 MiB or one larger tensor.
 DEVICE_BATCH = 2**24
-
-Shard = tuple[DeviceMesh, tuple[int, ...]]  # the mesh, and its dimensions that split the tensor
+# Chosen: large enough that the compiler spreads the loop over all threads; 20 MiB for a moment.
+COMPILED_ON = 2**20
 
 
 class Rule(NamedTuple):
@@ -36,27 +34,7 @@ class Rule(NamedTuple):
     eps: float
     weight_decay: float
     norm_scale: float
-    step_scale: float | Tensor
-
-
-class Entry(NamedTuple):
-    """A tensor to update."""
-
-    name: str
-    size: int  # elements of the whole tensor, so that all ranks form the same batches
-    tensors: list[Tensor]  # parameter, gradient, exp_avg, exp_avg_sq: what this rank holds
-    noise_seed: int | None  # of stochastic rounding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Tensors of one group, dtype, step count and device whose passes run together."""
-
-    entries: list[Entry]
-    rule: Rule
-    adapt: bool
-    shard: Shard | None
-    compiled: bool
+    step_scale: float
 
 
 class First(NamedTuple):
@@ -74,22 +52,17 @@ def pieces(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def first_pass(batch: Batch, clip: Tensor | None) -> First:
+def first_pass(batch: Bucket, rule: Rule, clip: Tensor | None) -> First:
     """Update the moments; gradients are multiplied by `clip`."""
-    rule, wide = batch.rule, batch.entries[0].tensors[2].dtype
-    runs = [batch.entries]
+    runs = [batch.columns()]
     if len(batch.entries) == 1:
         split = (pieces(tensor) for tensor in batch.entries[0].tensors)
-        runs = [[Entry("", 0, list(piece), None)] for piece in zip(*split, strict=True)]
+        runs = [[[part] for part in piece] for piece in zip(*split, strict=True)]
     moved: list[Tensor] = []
     updates: list[Tensor] = []
     p_norms: list[Tensor] = []
     u_norms: list[Tensor] = []
-    for run in runs:
-        columns = zip(*(e.tensors for e in run), strict=True)
-        params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in columns)
-        wide_params = [p.to(wide) for p in params]
-        grads = [g.to(wide) for g in grads]
+    for params, grads, exp_avgs, exp_avg_sqs in runs:
         if clip is not None:
             grads = list(torch._foreach_mul(grads, clip))
         torch._foreach_lerp_(exp_avgs, grads, 1 - rule.beta1)
@@ -99,8 +72,8 @@ def first_pass(batch: Batch, clip: Tensor | None) -> First:
         torch._foreach_add_(u, rule.eps)
         torch._foreach_reciprocal_(u)  # not a division: that would need a second scratch
         torch._foreach_mul_(u, exp_avgs)
-        torch._foreach_add_(u, wide_params, alpha=rule.weight_decay)
-        p_norms += torch._foreach_norm(wide_params)
+        torch._foreach_add_(u, params, alpha=rule.weight_decay)
+        p_norms += torch._foreach_norm(params)
         u_norms += torch._foreach_norm(u)
         moved += params
         updates += u
@@ -110,15 +83,34 @@ def first_pass(batch: Batch, clip: Tensor | None) -> First:
     return First(squares, moved, updates)
 
 
-def compiled_first_pass(batch: Batch, clip: Tensor | None, update: Tensor) -> First:
-    """`first_pass` of a single tensor in one loop over memory; writes u to `update`."""
-    rule = batch.rule
+def second_pass(first: First, factors: Tensor) -> None:
+    """Add factor * u to each tensor; factors are [n]."""
+    steps = list(factors.unbind()) * (len(first.params) // len(factors))
+    torch._foreach_addcmul_(first.params, first.updates, steps)
+
+
+def compiled_first_pass(entry: Entry, rule: Rule, clip: Tensor | None, update: Tensor) -> First:
+    """`first_pass` of a single flat tensor in one loop over memory; writes u to `update`."""
+    squares = _compiled_kernel()(*entry.tensors, update, _scalars(rule), clip)
+    return First(squares, entry.tensors[:1], [update])
+
+
+def compile_first_pass(device: torch.device, dtype: torch.dtype, *, clipped: bool) -> None:
+    """Make what `compiled_first_pass` runs: seconds to a minute, the first time in a process.
+
+    On tensors of its own: a failure leaves no parameter half updated, and the code does not depend
+    on which parameter came first, so a resumed run computes what the unbroken one would have.
+    """
+    tensors = [torch.zeros(COMPILED_ON, dtype=dtype, device=device) for _ in range(5)]
+    clip = torch.ones((), dtype=dtype, device=device) if clipped else None
+    with torch.no_grad():
+        _compiled_kernel()(*tensors, _scalars(Rule(0.9, 0.98, 1e-6, 0.0, 1.0, 0.0)), clip)
+
+
+def _scalars(rule: Rule) -> list[Tensor]:
+    """As tensors, so that new values do not compile anew; on CPU: kernels read them there free."""
     numbers = (rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, rule.weight_decay)
-    # As tensors, so that new values do not compile anew; on CPU, where a kernel reads them free.
-    scalars = [torch.tensor(x, dtype=torch.float64) for x in numbers]
-    tensors = batch.entries[0].tensors
-    squares = _compiled_kernel()(*tensors, update, scalars, clip)
-    return First(squares, tensors[:1], [update])
+    return [torch.tensor(x, dtype=torch.float64) for x in numbers]
 
 
 @functools.cache
@@ -130,7 +122,7 @@ def _compiled_kernel() -> Callable[..., Tensor]:
 
 def _kernel(
     p: Tensor,
-    grad: Tensor,
+    g: Tensor,
     m: Tensor,
     v: Tensor,
     update: Tensor,
@@ -138,44 +130,15 @@ def _kernel(
     clip: Tensor | None,
 ) -> Tensor:
     beta1, beta1_rest, beta2, beta2_rest, eps, weight_decay = scalars
-    wide_p, g = p.to(m.dtype), grad.to(m.dtype)
     if clip is not None:
         g = g * clip
     new_m = m * beta1 + g * beta1_rest
     new_v = v * beta2 + g * g * beta2_rest
     # u is stored rather than computed again: without the store, torch 2.14 makes two loops of this,
     # one for the sums and one for the moments.
-    u = new_m / (new_v.sqrt() + eps) + weight_decay * wide_p
-    squares = torch.stack([(wide_p * wide_p).sum(), (u * u).sum()])[:, None]
+    u = new_m / (new_v.sqrt() + eps) + weight_decay * p
+    squares = torch.stack([(p * p).sum(), (u * u).sum()])[:, None]
     m.copy_(new_m)
     v.copy_(new_v)
     update.copy_(u)
     return squares
-
-
-def second_pass(batch: Batch, first: First, factors: Tensor) -> None:
-    """Add factor * u to each tensor; factors are [n]."""
-    wide = first.updates[0].dtype
-    steps = list(factors.unbind()) * (len(first.params) // len(batch.entries))
-    if first.params[0].dtype == wide:
-        torch._foreach_addcmul_(first.params, first.updates, steps)
-        return
-    noises = [_noise(entry) for entry in batch.entries]
-    if len(noises) < len(first.params):
-        noises = [None] * len(steps) if noises[0] is None else list(pieces(noises[0]))
-    for p, update, step, noise in zip(first.params, first.updates, steps, noises, strict=True):
-        _round_into(p, p.to(wide).addcmul_(update, step), noise)
-
-
-def _noise(entry: Entry) -> Tensor | None:
-    """Noise of `stochastic`, shaped as the parameter; None: round to nearest."""
-    if entry.noise_seed is None:
-        return None
-    p = entry.tensors[0]
-    generator = torch.Generator(p.device).manual_seed(entry.noise_seed)
-    return torch.empty_like(p, dtype=torch.int32).random_(0, NOISE, generator=generator)
-
-
-def _round_into(p: Tensor, x: Tensor, noise: Tensor | None) -> None:
-    """Write x to p, rounded stochastically where there is noise, else to nearest."""
-    p.copy_(x if noise is None else stochastic(x, noise))

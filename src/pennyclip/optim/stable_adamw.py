@@ -7,20 +7,23 @@ Wortsman et al. 2023, "Stable and low-precision training for large-scale vision-
 arXiv 2304.13013, algorithm 2; m' and v' are Adam's moments with the bias corrected. Gradients that
 are larger than v has yet learned would otherwise make steps many times the rate, which is how loss
 spikes begin there. Where RMS is at most 1 everywhere, this is AdamW, and its state is AdamW's.
+
+Where parameters are sharded (DTensor), an RMS is that of the whole tensor: the ranks' sums travel
+as one vector.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-CHUNK = 2**24  # chosen: bounds the scratch, three times 4 bytes an element, to 192 MiB
+from pennyclip.optim.buckets import Bucket, Sharding, buckets, whole_sums
 
-Tensors = list[Tensor]
-"""A parameter, its gradient, and its two moments."""
+CHUNK = 2**24  # chosen: bounds the scratch, three times 4 bytes an element, to 192 MiB
 
 
 class StableAdamW(torch.optim.Optimizer):
@@ -46,53 +49,47 @@ class StableAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            alike: defaultdict[Any, list[Tensors]] = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)  # on CPU: read for free
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.zeros_like(p)
-                state["step"] += 1
-                key = (p.device, p.dtype, int(state["step"].item()))
-                alike[key].append([p, p.grad, state["exp_avg"], state["exp_avg_sq"]])
-            for (_, _, step), entries in alike.items():
-                for chunk in _chunks(entries):
-                    _update(chunk, group, step)
+        waiting: defaultdict[Sharding, list[tuple[Bucket, Tensor, list[Tensor]]]]
+        waiting = defaultdict(list)
+        for chunk in chain.from_iterable(bucket.parts(CHUNK) for bucket in buckets(self)):
+            squares, root = _first_pass(chunk)
+            if chunk.sharding is None:
+                _second_pass(chunk, squares, root)
+            else:
+                waiting[chunk.sharding].append((chunk, squares, root))
+        for sharding, firsts in waiting.items():
+            totals = whole_sums([squares for _, squares, _ in firsts], sharding)
+            for (chunk, _, root), squares in zip(firsts, totals, strict=True):
+                _second_pass(chunk, squares, root)
         return loss
 
 
-def _chunks(entries: list[Tensors]) -> Iterator[list[Tensors]]:
-    chunk: list[Tensors] = []
-    size = 0
-    for entry in entries:
-        if chunk and size + entry[0].numel() > CHUNK:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(entry)
-        size += entry[0].numel()
-    if chunk:
-        yield chunk
+def _first_pass(chunk: Bucket) -> tuple[Tensor, list[Tensor]]:
+    """Update the moments.
 
-
-def _update(entries: list[Tensors], group: dict[str, Any], step: int) -> None:
-    params, grads, m, v = (list(tensors) for tensors in zip(*entries, strict=True))
-    (beta1, beta2), eps = group["betas"], group["eps"]
+    Returns:
+        Of each tensor, this rank's share of RMS^2, [n]; and sqrt(v').
+    """
+    _, grads, m, v = chunk.columns()
+    (beta1, beta2), eps = chunk.group["betas"], chunk.group["eps"]
     torch._foreach_lerp_(m, grads, 1 - beta1)
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
-    root = torch._foreach_sqrt(v)
-    torch._foreach_div_(root, (1 - beta2**step) ** 0.5)
+    root = list(torch._foreach_sqrt(v))
+    torch._foreach_div_(root, (1 - beta2**chunk.step) ** 0.5)
     grown = torch._foreach_div(grads, torch._foreach_clamp_min(root, eps))
-    rms = torch.stack([x.square_().mean() for x in grown]).sqrt()
-    del grown
-    rates = -group["lr"] / rms.clamp_(min=1.0)
-    torch._foreach_add_(root, eps)
+    shares = [x.square_().sum() / entry.size for x, entry in zip(grown, chunk.entries, strict=True)]
+    return torch.stack(shares), root
+
+
+def _second_pass(chunk: Bucket, squares: Tensor, root: list[Tensor]) -> None:
+    """Move the parameters: `squares` are the RMS^2 of the whole tensors."""
+    params, _, m, _ = chunk.columns()
+    group = chunk.group
+    rates = -group["lr"] / squares.sqrt().clamp_(min=1.0)
+    torch._foreach_add_(root, group["eps"])
     steps = torch._foreach_div(m, root)
-    torch._foreach_div_(steps, 1 - beta1**step)
+    torch._foreach_div_(steps, 1 - group["betas"][0] ** chunk.step)
     torch._foreach_add_(steps, params, alpha=group["weight_decay"])
     torch._foreach_mul_(steps, list(rates.unbind()))
     torch._foreach_add_(params, steps)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pennyclip.atomic import locked, partials, remove, write_text
 from pennyclip.data.images import FITS
+from pennyclip.data.index import Dataset
 from pennyclip.data.shards import Form, ShardTask
 from pennyclip.data.sources import Options, Source
 from pennyclip.errors import RequestError
@@ -48,6 +49,10 @@ def check_sources(opened: Sequence[Source], folders: Sequence[Path]) -> None:
     for source in opened:
         if not len(source):
             raise RequestError(f"{source.path} ({source.kind}) holds no pair at all.")
+        if sum(source.path.resolve() == other.path.resolve() for other in opened) > 1:
+            raise RequestError(
+                f"{source.path} is given twice. To see its pairs more often, train with --weights."
+            )
         if source.kind not in ("folder", "classes", "columns"):
             continue
         for folder in folders:
@@ -132,6 +137,8 @@ def claimed(out: Path, settings: Request, sources: list[Request], append: bool) 
     record = out / "index" / "request.json"
     if append and not (out / "dataset.json").is_file():
         raise RequestError(f"{out} is no finished dataset, so nothing can be appended to it.")
+    if (out / "dataset.json").is_file():
+        Dataset(out)  # which says if a shard has gone since, or a disk
     if not record.is_file():
         _check_free(out, "--out")
         for root in settings["roots"]:
@@ -189,7 +196,8 @@ def _claim(out: Path, settings: Request, sources: list[Request], append: bool) -
     if asked is None:
         return Claim(out, first, 0, done=False)
     if meta is not None:
-        asked = meta["request"]  # ahead by a batch, where an append was killed at its very end
+        # Ahead by a batch, where an append was killed at its very end; people correct the roots.
+        asked = meta["request"] | {"roots": meta.get("roots", ["."])[1:]}
     if not append:
         _compare(out, asked | {"sources": _batch(asked, 0)}, first)
         return Claim(out, asked, 0, done=meta is not None)
@@ -198,6 +206,12 @@ def _claim(out: Path, settings: Request, sources: list[Request], append: bool) -
     for batch in range(batches):
         if _batch(asked, batch) == _numbered(sources, batch):
             return Claim(out, asked, batch, done=True)
+    for source in sources:
+        if source["path"] in [old["path"] for old in asked["sources"]]:
+            raise RequestError(
+                f"{source['path']} is in {out} already, and what is in it would be there twice. "
+                "Give only what is new, as a source of its own; or prepare a new dataset of all."
+            )
     whole = asked | {"sources": asked["sources"] + _numbered(sources, batches)}
     pending = _read(_pending(out))
     if pending not in (None, whole, asked):
@@ -240,12 +254,15 @@ def _write(record: Path, request: Request) -> None:
 
 
 def _compare(out: Path, old: Request, new: Request) -> None:
-    old, new = _flat(old), _flat(new)
+    was, now = _flat(old), _flat(new)
     differing = [
-        f"{name} was {old.get(name)!r} and is now {new.get(name)!r}"
-        for name in {**old, **new}
-        if old.get(name) != new.get(name)
+        f"{name} was {was.get(name)!r} and is now {now.get(name)!r}"
+        for name in {**was, **now}
+        if was.get(name) != now.get(name) and not name.endswith("'s fingerprint")
     ]
+    for before, after in zip(old["sources"], new["sources"], strict=False):
+        if before["path"] == after["path"] and before["fingerprint"] != after["fingerprint"]:
+            differing.append(f"{after['path']} has changed: a table, or its files")
     if differing:
         raise RequestError(
             f"{out} belongs to a different request: {'; '.join(differing)}. "

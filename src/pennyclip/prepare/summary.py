@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+FEW = 100
+"""Rows below which a split's scores say little. Chosen: the standard error of a recall of 50 % is
+50 points by the root of their number, so 5 points here."""
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -37,6 +41,9 @@ class Summary:
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Path, kind, inputs and rows (the first, and the one after the last) of each."""
 
+    stale_filters: list[str] = field(default_factory=list)
+    """Filters made before sources were appended: none of the new rows is in them."""
+
     def __str__(self) -> str:
         refused = sum(self.rejected.values())
         rate = f", {self.seconds:.0f} s" if not self.already_done else ", was already finished"
@@ -54,6 +61,15 @@ class Summary:
                 f"  crossing  {self.crossing:,} rows left out, as another split has the same: "
                 f"{self.out}/crossing.jsonl"
             )
+        lines += [
+            f"  warning   {name} has {count} rows: a recall of 50 % on them is uncertain by "
+            f"{50 / count**0.5:.0f} points"
+            for name, count in self.splits.items()
+            if name != "train" and count < FEW
+        ]
+        if self.stale_filters:
+            names = ", ".join(self.stale_filters)
+            lines.append(f"  warning   made before the last append, without its rows: {names}")
         if "train" not in self.splits:
             lines.append("  warning   no row is left to train on: the sources bring other splits")
         if refused:
@@ -87,6 +103,16 @@ def summarize(out: Path, *, seconds: float, already_done: bool) -> Summary:
         bytes=sum(shard["bytes"] for shard in meta["shards"]),
         raw_bytes=sum(shard.get("raw_bytes", 0) for shard in meta["shards"]),
         sources=meta.get("sources", []),
+        stale_filters=_stale(out, meta["fingerprint"]),
         fingerprint=meta["fingerprint"],
         **meta["counts"],
     )
+
+
+def _stale(out: Path, fingerprint: str) -> list[str]:
+    """Filters of the dataset as it was before."""
+    names = []
+    for record in sorted((out / "keep").glob("*.json")):
+        if json.loads(record.read_text(encoding="utf-8"))["request"]["dataset"] != fingerprint:
+            names.append(record.stem)
+    return names

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
-from pennyclip.report.markup import Html, note, section, tag
-from pennyclip.report.plots import COLOURS, Series, chart, spread
+from pennyclip.report.markup import Html, note, section, table, tag
+from pennyclip.report.plots import COLOURS, Series, chart, heat_map, spread
 from pennyclip.report.run import DIRECTIONS, Run, chance, recall
 from pennyclip.report.words import number, percent
-from pennyclip.telemetry.metrics import Record, rates_by_part
+from pennyclip.telemetry.metrics import Record, layer_order, rates_by_part
 
 LOG_ABOVE = 20  # chosen: where the largest value is this many times the smallest, small ones vanish
 WORDS = {"text_to_image": "text → image", "image_to_text": "image → text"}
@@ -16,7 +17,8 @@ WORDS = {"text_to_image": "text → image", "image_to_text": "image → text"}
 def curves(run: Run) -> Html:
     """The section of all curves that this run has records for."""
     train = run.kind("train")
-    ways = [_loss, _recall, _accuracy, _temperature, _rates, _norms, _trust, _throughput, _wait]
+    ways = [_loss, _recall, _accuracy, _temperature, _rates, _norms, _layers, _trust]
+    ways += [_throughput, _wait]
     figures = [draw(run, train) for draw in ways if draw is _recall or train]
     drawn = [figure for figure in figures if figure]
     intro = note(
@@ -65,7 +67,8 @@ def _loss(run: Run, train: list[Record]) -> Html | None:
     if broken:
         verb = "records had" if broken > 1 else "record had"
         warning = tag("strong", f" {broken} {verb} a loss that is not a finite number.")
-    backs = [r["step"] for r in run.kind("event") if r.get("name") == "rolled back"]
+    events = (r for r in run.kind("event") if not r.get("abandoned"))
+    backs = [r["step"] for r in events if r.get("name") == "rolled back"]
     mark = (backs, "rolled back") if backs else None
     return figure("Loss", chart([curve], "loss (nats)", level=level, mark=mark), caption, warning)
 
@@ -171,6 +174,43 @@ def _norms(run: Run, train: list[Record]) -> Html | None:
         chart([curve], "norm before clipping", level=level, log=spread(curve.values) >= LOG_ABOVE),
         "Length of the gradient over all parameters; beyond the line it is shortened to it. A "
         f"curve that keeps climbing announces trouble.{share}",
+    )
+
+
+def _layers(run: Run, train: list[Record]) -> Html | None:
+    """The norm of every layer over time, as a picture, and in numbers below."""
+    records = [record for record in train if isinstance(record.get("grad_norms"), dict)]
+    order = layer_order([list(record["grad_norms"]) for record in records])
+    if not order:
+        return None
+    rows = {
+        layer: [number(record["grad_norms"].get(layer)) for record in records] for layer in order
+    }
+    picture = heat_map(rows, [record["step"] for record in records], "gradient norm")
+    numbers = []
+    for layer, values in rows.items():
+        steps = [(v, r["step"]) for v, r in zip(values, records, strict=True) if math.isfinite(v)]
+        means = [r["grad_means"][layer] for r in records if layer in r.get("grad_means", {})]
+        if not steps:
+            numbers.append((layer, *["none is finite"] * 4))
+            continue
+        largest, at = max(steps, key=lambda found: found[0])
+        middle = median(value for value, _ in steps)
+        mean = f"{number(means[-1]):.1e}" if means else "none"
+        numbers.append(
+            (layer, f"{middle:.2g}", f"{largest:.2g} in {at:,}", f"{steps[-1][0]:.2g}", mean)
+        )
+    return figure(
+        "Gradient norm by layer",
+        picture,
+        "Each line is a layer, the input of a tower above its output; a gap: frozen, or not finite "
+        "there. A line that lights up before the others is where trouble began, one that stays "
+        "dark learns nothing.",
+        tag(
+            "details",
+            tag("summary", f"{len(numbers)} layers in numbers"),
+            table(("layer", "median", "largest", "last", "mean of its gradient"), numbers, 4),
+        ),
     )
 
 

@@ -127,12 +127,7 @@ def _rejects(dataset: Dataset) -> Html:
     rows = [
         (
             reason,
-            join(
-                *(
-                    tag("div", f"{r['origin']}, {r['key']}", tag("small", r["reason"]))
-                    for r in by_reason[reason]
-                )
-            ),
+            join(*(tag("div", _place(r), tag("small", r["reason"])) for r in by_reason[reason])),
             f"{count:,}",
         )
         for reason, count in counts.items()
@@ -141,6 +136,11 @@ def _rejects(dataset: Dataset) -> Html:
     return section(
         "refused", "Refused", intro, table(("reason", "for instance", "inputs"), rows, 1)
     )
+
+
+def _place(reject: dict[str, str]) -> str:
+    """Where it stands, and what it is called there; in folders that is the same."""
+    return ", ".join(dict.fromkeys(filter(None, (reject["origin"], reject["key"]))))
 
 
 def _duplicates(dataset: Dataset) -> Html:
@@ -263,7 +263,7 @@ def _captions(dataset: Dataset) -> Html:
         (f"{q:.0%}", *(f"{np.quantile(v, q):,.0f}" for v in (sizes.words, sizes.characters)))
         for q in QUANTILES
     ]
-    shown = np.minimum(sizes.words, np.quantile(sizes.words, 0.99))
+    shown = np.minimum(sizes.words, np.quantile(sizes.words, 0.99, method="higher"))
     intro = note(
         f"By CLIP's own tokenizer {ratio:.2f} tokens a word, and {longer:.1%} of the captions are "
         f"longer than its {CONTEXT} tokens ({len(some):,} looked at). "
@@ -290,7 +290,7 @@ def _pictures(dataset: Dataset) -> Html:
         f"{(aspect > 3).mean():.1%} a longer side above 3 times the shorter."
     )
     header = ("quantile", "shorter side, pixels", "longer / shorter")
-    shown = np.minimum(short, np.quantile(short, 0.99))
+    shown = np.minimum(short, np.quantile(short, 0.99, method="higher"))
     unit = "shorter side, pixels (the largest 1 % at the end)"
     figure = tag("figure", histogram(shown, unit, "pictures"))
     listed = tag("div", table(header, rows, 2))

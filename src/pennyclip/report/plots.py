@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -132,6 +132,48 @@ def histogram(
         axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
         axis.set_xlabel(unit)
         axis.set_ylabel(what)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return _inline(buffer.getvalue())
+
+
+def heat_map(rows: Mapping[str, Sequence[float]], steps: Sequence[int], unit: str) -> Html:
+    """Draw values of many rows over steps as colours, on a logarithmic scale.
+
+    Args:
+        rows: by name, from the top; at least one. What is not above 0 and finite is a gap.
+        steps: of the columns.
+        unit: what the colours show.
+    """
+    values = np.array(list(rows.values()), float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log10(values)
+    logs[~np.isfinite(logs)] = np.nan
+    edges = np.asarray(steps, float)
+    if len(steps) > BINS:  # the largest in each: a jump shall show
+        pieces = np.array_split(np.arange(len(steps)), BINS)
+        logs = np.stack([np.fmax.reduce(logs[:, piece], axis=1) for piece in pieces], axis=1)
+        edges = np.array([edges[piece].mean() for piece in pieces])
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(5.4, 0.9 + 0.16 * max(8, len(rows))), layout="constrained")
+        axis = figure.subplots()
+        if np.isnan(logs).all():
+            logs = np.zeros_like(logs)
+        drawn = axis.imshow(
+            logs,
+            aspect="auto",
+            interpolation="nearest",
+            cmap="viridis",
+            extent=(edges[0] - 0.5, edges[-1] + 0.5, len(rows) - 0.5, -0.5),
+        )
+        axis.set_yticks(range(len(rows)), list(rows), fontsize=7)
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 2.5, 5, 10]))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axis.set_xlabel("step")
+        bar = figure.colorbar(drawn, ax=axis, label=unit, shrink=0.8)
+        bar.outline.set_visible(False)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{10**y:.2g}"))
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return _inline(buffer.getvalue())

@@ -60,7 +60,8 @@ class Run:
     @property
     def steps(self) -> int:
         """Updates done."""
-        return max((r["step"] for r in self.records if r["kind"] != "eval"), default=0)
+        mine = (r for r in self.records if r["kind"] != "eval" and not r.get("abandoned"))
+        return max((record["step"] for record in mine), default=0)
 
     @cached_property
     def evaluations(self) -> list[Record]:
@@ -228,7 +229,7 @@ def chance(run: Run, record: Record, k: int, direction: str = "text_to_image") -
 def timeline(run: Run) -> list[tuple[int, str, str, dict[str, Any]]]:
     """(step, name, message, evidence) of everything out of the ordinary, in order."""
     told: list[tuple[int, str, str, dict[str, Any]]] = []
-    known = {"kind", "step", "time", "name", "message"}
+    known = {"kind", "step", "time", "name", "message", "abandoned"}
     for index, part in enumerate(run.parts):
         if index:
             reason = "after a stop"
@@ -239,6 +240,8 @@ def timeline(run: Run) -> list[tuple[int, str, str, dict[str, Any]]]:
             if record["kind"] == "event":
                 evidence = {key: value for key, value in record.items() if key not in known}
                 name, message = str(record.get("name", "event")), str(record.get("message", ""))
+                if record.get("abandoned"):
+                    message += " (Since then the run was resumed from before this step.)"
                 told.append((record["step"], name, message, evidence))
             elif record["kind"] == "end":
                 took = duration(part_seconds(part))

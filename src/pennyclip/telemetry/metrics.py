@@ -5,7 +5,8 @@ Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By ki
     start       at each start or resume: request, machine, versions, parameters, precision and why,
                 perhaps weights
     train       samples, epoch, loss, logit_scale (the log, as the model owns it), lr by group,
-                grad_norm (before clipping), clipped (share of updates), accuracy (in the batch),
+                grad_norm (before clipping), clipped (share of updates), grad_norms and grad_means
+                (of the gradient before clipping, by layer that learns), accuracy (in the batch),
                 candidates (pairs a row is told apart from, itself included), samples_per_second,
                 input_wait (share of the time), seconds, skipped (batches of the run from which no
                 update was made or kept), image_cosine and text_cosine (mean over different pairs of
@@ -14,13 +15,15 @@ Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By ki
                 group
     eval        split, metrics by name; `checkpoint` where it was made after the run
     checkpoint  path, seconds
-    event       name, message, and evidence by name: rows, tensor, ... (names: `events.py`)
+    event       name, message, and evidence by name: rows, tensor, ... (names: `events.py`);
+                `abandoned` where the run went on from a checkpoint before it
     end         reason: "finished", "signal SIGTERM", ...
 """
 
 import json
 import math
 import os
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ from pennyclip.atomic import replacing
 from pennyclip.errors import RunError
 
 Record = dict[str, Any]
+EVIDENCE = ("start", "event", "end")
+"""Kinds of records that say what happened to a run, whether or not it went on from there."""
 
 
 class Metrics:
@@ -37,7 +42,8 @@ class Metrics:
     Args:
         path: the file; made where it does not exist.
         resume_step: updates done in the checkpoint that the run goes on from. Records of later
-            steps are dropped, because the run makes them again. None keeps all.
+            steps are dropped, because the run makes them again; events and how it ended are kept as
+            evidence, marked as `abandoned`. None keeps all.
 
     What a killed process left half written at the end is dropped in either case.
     """
@@ -47,7 +53,11 @@ class Metrics:
         if self.path.exists():
             records = read_metrics(self.path)
             if resume_step is not None:
-                records = [record for record in records if record["step"] <= resume_step]
+                records = [
+                    record if record["step"] <= resume_step else record | {"abandoned": True}
+                    for record in records
+                    if record["step"] <= resume_step or record["kind"] in EVIDENCE
+                ]
             content = b"".join(map(_line, records))
             if content != self.path.read_bytes():
                 with replacing(self.path) as partial:
@@ -135,3 +145,17 @@ def rates_by_part(rates: dict[str, Any]) -> dict[str, float]:
         part = group.split(".")[0]
         parts[part] = max(parts.get(part, 0.0), float(rate))
     return parts
+
+
+def layer_order(lists: Iterable[list[str]]) -> list[str]:
+    """All layers of several records, in the order of the model: stages let different ones learn."""
+    order: list[str] = []
+    for names in lists:
+        place = 0
+        for name in names:
+            if name in order:
+                place = order.index(name) + 1
+            else:
+                order.insert(place, name)
+                place += 1
+    return order

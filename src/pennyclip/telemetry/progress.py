@@ -22,7 +22,8 @@ class Counter:
     def __init__(self, what: str, total: int, quiet: bool = False) -> None:
         self._what, self._total, self._quiet = what, total, quiet
         self._done = 0
-        self._began = self._spoke = time.monotonic()
+        self._spoke = time.monotonic()
+        self._began: float | None = None
         self._began_at = 0
         self._bar: Progress | None = None
         if not quiet and sys.stderr.isatty():
@@ -54,23 +55,27 @@ class Counter:
 
     def skip(self, count: int) -> None:
         """What was done before this start: it counts, and not towards the rate."""
-        self._began_at += count
-        self.add(count)
+        self._done += count
+        if self._bar:
+            self._bar.update(self._task, completed=self._done)
 
     def add(self, count: int, note: str = "") -> None:
         """`count` more are done."""
         self._done += count
         now = time.monotonic()
+        if self._began is None:  # until here, processes were starting: that is no rate
+            self._began, self._began_at = now, self._done
         rate = (self._done - self._began_at) / max(now - self._began, 1e-9)
-        text = f"{rate:,.0f} a second{note}"
+        text = f"{rate:,.0f} a second{note}" if rate > 0 else note.removeprefix(", ")
         if self._bar:
             self._bar.update(self._task, completed=self._done, description=text)
         elif not self._quiet and (now - self._spoke > PAUSE or self._done == self._total):
             self._spoke = now
-            left = f", {(self._total - self._done) / rate:.0f} s left" if rate else ""
+            share = f"{self._done:,}/{self._total:,} ({self._done / self._total:.0%})"
+            left = self._total - self._done
+            parts = [share, text, f"{left / rate:.0f} s left" if left and rate > 0 else ""]
             print(
-                f"{self._what} {self._done:,}/{self._total:,} "
-                f"({self._done / self._total:.0%}), {text}{left}",
+                f"{self._what} {', '.join(filter(None, parts))}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -79,9 +79,10 @@ def list_columns(
 def _list(file: Path, split: str | None, options: Options) -> list[Item]:
     kinds = {field.name: field.type for field in _schema(file)}
     image = _choose(kinds, options.image_key, BYTES_KEYS, _holds_bytes)
-    if image is None:
-        image = _choose(kinds, options.image_key, IMAGE_KEYS, _is_text)
-    caption = _choose(kinds, options.caption_key, CAPTION_KEYS, _is_caption)
+    if image is None:  # paths: no guess, as any text may be the captions
+        image = _choose(kinds, options.image_key, IMAGE_KEYS, _is_text, guess=False)
+    others = {name: kind for name, kind in kinds.items() if name != image}
+    caption = _choose(others, options.caption_key, CAPTION_KEYS, _is_caption)
     if image is None or caption is None:
         what, needed = ("caption", "strings or lists of strings")
         if image is None:
@@ -103,14 +104,15 @@ def _choose(
     wanted: str | None,
     usual: Sequence[str],
     fits: Callable[[pa.DataType], bool],
+    guess: bool = True,
 ) -> str | None:
-    """The wanted column, or of those of the right kind the first usual name, or the only one."""
+    """The wanted column; or of those of the right kind the first usual name, or the only one."""
     fitting = [name for name, kind in kinds.items() if fits(kind)]
     if wanted is not None:
         return wanted if wanted in fitting else None
     by_lower = {name.lower(): name for name in reversed(fitting)}
     named = next((by_lower[name] for name in usual if name in by_lower), None)
-    return named if named is not None or len(fitting) != 1 else fitting[0]
+    return fitting[0] if named is None and guess and len(fitting) == 1 else named
 
 
 def _rows(

@@ -143,6 +143,12 @@ def _open(path: Path, options: Options) -> Source:
         table = _csv_rows(text, path, options.image_key, options.caption_key)
     image = column(table, path, "image", options.image_key, IMAGE_KEYS)
     caption = column(table, path, "caption", options.caption_key, CAPTION_KEYS)
+    for name in (image, caption):
+        if table.columns.count(name) > 1:
+            raise RequestError(
+                f"{path}: the header has '{name}' {table.columns.count(name)} times. Rename all "
+                "but the one that is meant."
+            )
     items = list_rows(table, path, path.parent, image, caption)
     return Source("table", path, items, fingerprint([data], items))
 

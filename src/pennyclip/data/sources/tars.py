@@ -105,7 +105,10 @@ def open_tars(path: Path, options: Options) -> Source | None:
             for key, run in _runs(tar):
                 items += _items(tar, key, run, options.caption_key)
         except (tarfile.TarError, OSError, ValueError) as error:  # ValueError: sizes beyond 64 bits
-            items.append(Reject(shown(tar.name), shown(tar.name), f"damaged tar: {error}"))
+            reason = f"damaged tar: {error}"
+            if len(items) == found and (kind_of := _compressed(tar)) is not None:
+                reason = f"compressed tar: unpack it with {kind_of}, so that it is read by position"
+            items.append(Reject(shown(tar.name), shown(tar.name), reason))
         log = tar.with_suffix(".parquet")
         keys = {Path(item.key).stem for item in items[found:] if isinstance(item, TarItem)}
         failed = _failed(log, keys) if log.is_file() else None
@@ -114,6 +117,24 @@ def open_tars(path: Path, options: Options) -> Source | None:
             files.append(log)
             kind = "img2dataset"
     return Source(kind, path, items, listing_fingerprint(path, files))
+
+
+COMPRESSED = {
+    b"\x1f\x8b": "gunzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+    b"(\xb5/\xfd": "unzstd",
+}
+"""How compressed files begin, and what unpacks them."""
+
+
+def _compressed(tar: Path) -> str | None:
+    try:
+        with tar.open("rb") as file:
+            start = file.read(8)
+    except OSError:
+        return None
+    return next((tool for magic, tool in COMPRESSED.items() if start.startswith(magic)), None)
 
 
 def _failed(log: Path, keys: set[str]) -> list[Reject] | None:
@@ -147,13 +168,14 @@ def _failed(log: Path, keys: set[str]) -> list[Reject] | None:
     return rejects
 
 
-def _runs(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
-    """Adjacent members of one key: by webdataset's rule, the name up to its first dot."""
-    key, run = "", dict[str, Span]()
+def _runs(tar: Path) -> Iterator[tuple[str, dict[str, Span | None]]]:
+    """Adjacent members of one key: by webdataset's rule, the name up to its first dot. Links have
+    no place."""
+    key, run = "", dict[str, Span | None]()
     try:
         with tarfile.open(tar, "r:") as archive:
             for member in archive:
-                if not member.isfile():
+                if not (member.isfile() or member.issym() or member.islnk()):
                     continue
                 folder, slash, name = member.name.rpartition("/")
                 found = folder + slash + name.partition(".")[0]
@@ -161,13 +183,15 @@ def _runs(tar: Path) -> Iterator[tuple[str, dict[str, Span]]]:
                     yield key, run
                     run = {}
                 key = found
-                run[member.name] = (member.offset_data, member.size)
+                run[member.name] = (member.offset_data, member.size) if member.isfile() else None
     finally:
         if run:
             yield key, run
 
 
-def _items(tar: Path, sample: str, run: dict[str, Span], caption_key: str | None) -> Iterator[Item]:
+def _items(
+    tar: Path, sample: str, run: dict[str, Span | None], caption_key: str | None
+) -> Iterator[Item]:
     """The pairs among the members of one key.
 
     A picture's caption is the member named like it but for the last suffix. So names with dots,
@@ -179,19 +203,28 @@ def _items(tar: Path, sample: str, run: dict[str, Span], caption_key: str | None
     if not images:
         yield Reject(shown(next(iter(run))), origin, "no picture: none of the same name")
     has_main = any(Path(name).stem == Path(sample).name for name in images)
+    fields = {_lower_suffix(name): span for name, span in run.items()}
     for name in images:
         stem = name[: -len(Path(name).suffix)]
-        text, record = run.get(f"{stem}.txt"), run.get(f"{stem}.json")
-        if record is not None and (caption_key is not None or text is None):
-            yield TarItem(tar, shown(name), run[name], record, caption_key or "")
-        elif text is not None:
-            yield TarItem(tar, shown(name), run[name], text, None)
+        text, record = fields.get(f"{stem}.txt"), fields.get(f"{stem}.json")
+        image = run[name]
+        if image is not None and record is not None and (caption_key is not None or text is None):
+            yield TarItem(tar, shown(name), image, record, caption_key or "")
+        elif image is not None and text is not None:
+            yield TarItem(tar, shown(name), image, text, None)
         elif stem == sample or not has_main:
-            yield Reject(shown(name), origin, f"no caption: no {shown(stem)}.txt or .json")
+            why = f"no caption: no {shown(stem)}.txt or .json"
+            yield Reject(shown(name), origin, why if image is not None else "a link: no picture")
+
+
+def _lower_suffix(name: str) -> str:
+    suffix = Path(name).suffix
+    return name[: len(name) - len(suffix)] + suffix.lower()
 
 
 TARS = Reader(
-    "a webdataset .tar or a folder of them, captions in .txt or .json members; img2dataset's too",
+    "a webdataset .tar (not compressed) or a folder of them, captions in .txt or .json members; "
+    "img2dataset's too",
     ("caption_key",),
     open_tars,
 )

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import pennyclip
-from pennyclip.checkpoint import choose, save
+from pennyclip.checkpoint import Scores, choose, save
 from pennyclip.cli import main
 from pennyclip.config import ClipText, Config, ImageTower, Model, Stage
 from pennyclip.config_file import to_toml
 from pennyclip.errors import RequestError
 from pennyclip.evaluate.task import Task
-from pennyclip.interpolate.command import held_out_notes, start_of
+from pennyclip.interpolate.runs import held_out_notes, start_of
 from pennyclip.model.clip import CLIP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,7 +154,7 @@ def test_the_start_of_a_run_is_what_it_was_built_from(tmp_path: Path) -> None:
     )
     torch.manual_seed(0)
     published = CLIP(small)
-    source = save(tmp_path / "a", 1, (None, None), published, None, {}, None, dataset="", keep=1)
+    source = save(tmp_path / "a", 1, Scores(), published, None, {}, None, dataset="", keep=1)
     model = replace(
         small,
         image=replace(small.image, weights=str(source)),
