@@ -8,7 +8,8 @@ second, and the best 80 % of it are kept. Prints what share of the wrong pairs t
 random: a fifth), what share of the right ones, and the AUC: how likely a wrong pair scores lower
 than a right one. Seeds are the training's; the halves and the wrong pairs stay. The seconds are of
 two cuts with one model, each with loading it and drawing the page; the first computes embeddings
-(from the trunks' features, which training has stored).
+(from the trunks' features, which training has stored). The rows marked "seen" are of a model that
+was trained on both halves, so on the wrong pairs, too.
 """
 
 import argparse
@@ -90,18 +91,30 @@ def main() -> None:
         f"torch {torch.__version__}",
         f"{options.source.name}: {dataset.meta['splits']['train']:,} rows to train {RECIPE} on; "
         f"{len(rows):,} to filter, {wrong.sum()} of them wrong",
-        f"{'':<6} {'removed, of 100':>23} {'':>6} {'first cut':>11} {'second':>8}",
-        f"{'seed':<6} {'wrong':>11} {'right':>11} {'AUC':>6} {'CPU s':>11} {'CPU s':>8}",
+        f"{'':<12} {'removed, of 100':>23} {'':>6} {'first cut':>11} {'second':>8}",
+        f"{'seed':<12} {'wrong':>11} {'right':>11} {'AUC':>6} {'CPU s':>11} {'CPU s':>8}",
     ]
-    found = []
-    for seed in range(options.seeds):
-        run, name = folder / f"run-{seed}", f"best-{seed}"
-        arguments = ["--data", str(dataset.path), "--out", str(run), "--seed", str(seed)]
-        parse(["train", RECIPE, *arguments, "--continue"]).run()
+    filter_dataset(dataset.path, "both", union=("train", "test"))
+    lines += measure(dataset, folder, wrong, options.seeds, "train", "")
+    lines += measure(dataset, folder, wrong, options.seeds, "both", "seen ")
+    random = 100 * (1 - KEEP)
+    lines.append(f"{'random':<12} {random:>11.1f} {random:>11.1f} {0.5:>6.3f}")
+    publish(lines, options.out)
+
+
+def measure(
+    dataset: Dataset, folder: Path, wrong: np.ndarray, seeds: int, subset: str, label: str
+) -> list[str]:
+    """Train on a subset and score `test`, for each seed: its lines, and their mean."""
+    rows, found, lines = dataset.subset("test"), [], []
+    for seed in range(seeds):
+        run, name = folder / f"run-{subset}-{seed}", f"best-{subset}-{seed}"
+        arguments = ["--data", str(dataset.path), "--subset", subset, "--out", str(run)]
+        parse(["train", RECIPE, *arguments, "--seed", str(seed), "--continue"]).run()
         times = []
-        for subset, keep in ((name, KEEP), (f"{name}-half", 0.5)):
+        for target, keep in ((name, KEEP), (f"{name}-half", 0.5)):
             began = time.process_time()
-            filter_dataset(dataset.path, subset, union=("test",), score=str(run), keep=keep)
+            filter_dataset(dataset.path, target, union=("test",), score=str(run), keep=keep)
             times.append(time.process_time() - began)
         kept = np.isin(rows, dataset.subset(name))
         scores = Scorer.open(dataset, str(run), "best", lambda *_: None).rows()[rows]
@@ -110,13 +123,12 @@ def main() -> None:
         )
         first, second, area = found[-1]
         lines.append(
-            f"{seed:<6} {first:>11.1f} {second:>11.1f} {area:>6.3f} {times[0]:>11.1f} "
-            f"{times[1]:>8.1f}"
+            f"{f'{label}{seed}':<12} {first:>11.1f} {second:>11.1f} {area:>6.3f} {times[0]:>11.1f}"
+            f" {times[1]:>8.1f}"
         )
     first, second, area = (statistics.mean(column) for column in zip(*found, strict=True))
-    lines.append(f"{'mean':<6} {first:>11.1f} {second:>11.1f} {area:>6.3f}")
-    lines.append(f"{'random':<6} {100 * (1 - KEEP):>11.1f} {100 * (1 - KEEP):>11.1f} {0.5:>6.3f}")
-    publish(lines, options.out)
+    lines.append(f"{f'{label}mean':<12} {first:>11.1f} {second:>11.1f} {area:>6.3f}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The command line: help, refusals and answers for programs."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pennyclip.cli import main
+from pennyclip.config_file import load_recipe, recipe_names
+from pennyclip.recipe_options import recipe_usage
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,40 @@ def test_a_refused_argument_answers_as_json(
         code = exit_.code
     assert code == 2
     assert "error" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["prepar", "x.csv"], "no command 'prepar'. Did you mean 'prepare'?"),
+        (["eval", "zeroshott"], "no command 'eval zeroshott'. Did you mean 'eval zeroshot'?"),
+        (["train", "--resume", "run", "--optim.lr", "1e-5"], "train RUN/config.toml --init RUN"),
+        (["list", "losses", "lit"], "only recipes can be printed"),
+        (["list", "recipes", "lot"], "Did you mean 'lit'?"),
+    ],
+)
+def test_a_mistaken_request_is_told_what_was_meant(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_train_says_how_to_begin_and_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["train", "--help"], ["train", "lit", "--help"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(argv)
+        assert exit_.value.code == 0
+        told = capsys.readouterr().out
+        assert "--resume" in told
+        assert "--cooldown" in told
+    assert all(name in recipe_usage("train") for name in recipe_names())
+
+
+def test_a_recipe_can_be_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "recipes", "lit"]) == 0
+    (tmp_path / "mine.toml").write_text(capsys.readouterr().out)
+    assert load_recipe(str(tmp_path / "mine.toml")) == load_recipe("lit")
 
 
 @pytest.mark.parametrize("argv", [["train", "--help"], ["eval", "--help"]])

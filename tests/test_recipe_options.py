@@ -40,7 +40,9 @@ def test_lists_of_tables_are_given_as_in_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--optim.learning_rate", "3"], "unknown key 'learning_rate'. Known keys: name, lr, "),
+        (["--optim.learning_rate", "3"], "unknown key 'learning_rate'. Did you mean '--optim.lr'?"),
+        (["--lr", "1e-4"], "no option --lr: unknown key 'lr'. Did you mean '--optim.lr'?"),
+        (["--epochs", "3"], "Did you mean '--stages.0.epochs'?"),
         (["--optim.warmup-step=3"], "Did you mean 'warmup_steps'?"),
         (["--batch_sise", "3"], "no option --batch_sise: unknown key 'batch_sise'. Did you mean"),
         (["--stages.4.epochs", "3"], "unknown key '4'. Known keys: 0."),

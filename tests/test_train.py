@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pennyclip.config import Stage
 from pennyclip.config_file import load_recipe, to_toml
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import Order
+from pennyclip.run_folder import _differences
 from pennyclip.telemetry.metrics import read_metrics
 
 BATCH, STEPS = 8, 12
@@ -113,7 +115,7 @@ def test_a_killed_run_resumed_equals_an_unbroken_one(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert checkpoints(run)[-1].step >= 6
-    finish(["train", "--resume", str(run)])
+    assert "peak rate" not in finish(["train", "--resume", str(run)])  # it was told before
     assert_equal_runs_but_for_workers(straight, run)
 
 
@@ -273,10 +275,39 @@ def test_another_request_into_the_same_folder_exits_with_2(
 ) -> None:
     assert main(command(small_dataset, straight, "--optim.lr", "0.1")) == 2
     error = capsys.readouterr().err
-    assert "optim.lr (there 0.0005, asked 0.1)" in error
+    assert error.endswith("Different:\n  optim.lr: there 0.0005, asked 0.1\n")
     assert "Choose another --out" in error
-    assert main(["train", "scratch-vit-tiny", "--out", str(straight / "checkpoints")]) == 2
+    assert main(command(small_dataset, straight / "checkpoints")) == 2
+    assert "is not a run of pennyclip" in capsys.readouterr().err
+    assert main(["train", "scratch-vit-tiny", "--out", str(straight.parent / "nowhere")]) == 2
     assert "add --data DATASET" in capsys.readouterr().err
+
+
+def test_recall_is_told_beside_chance(
+    straight: Path, small_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One caption a picture: the mean of 1, 5 and 10 in as many as there are of dev or val."""
+    sizes = {split: len(Dataset(small_dataset).subset(split)) for split in ("dev", "val")}
+    means = {split: sum(min(1, k / n) for k in (1, 5, 10)) / 3 for split, n in sizes.items()}
+    assert main(command(small_dataset, straight)) == 0
+    assert f"(chance {means['dev']:.1%})" in capsys.readouterr().out
+    argv = ["eval", "retrieval", str(straight.parent / "copy"), "--data", str(small_dataset)]
+    shutil.copytree(straight, straight.parent / "copy")
+    assert main(argv) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {name: rest for name, *rest in lines}
+    assert found["images"] == [str(sizes["val"])]
+    assert found["mean_recall"][1:] == ["chance", f"{means['val']:.4f}"]
+
+
+def test_differences_are_told_a_line_a_key() -> None:
+    old = {"seed": 1, "stages": [{"epochs": 1.0}, {"epochs": 2.0}], "optim": {"lr": 1e-3}}
+    new = {"seed": 1, "stages": [{"epochs": 1.0, "lr_factor": 0.5}], "optim": {"lr": 1e-4}}
+    assert _differences(old, new) == [
+        "stages.0.lr_factor: there unset, asked 0.5",
+        "stages.1.epochs: there 2.0, asked unset",
+        "optim.lr: there 0.001, asked 0.0001",
+    ]
 
 
 def test_answers_as_json(

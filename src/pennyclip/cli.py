@@ -20,11 +20,11 @@ from pennyclip.bench.commands import BatchSize, Precision, Rate
 from pennyclip.config import Config
 from pennyclip.config_file import load_recipe
 from pennyclip.doctor.command import Doctor
-from pennyclip.errors import RequestError, RunError
+from pennyclip.errors import RequestError, RunError, did_you_mean
 from pennyclip.evaluate.task import Task
 from pennyclip.filter.command import Filter
 from pennyclip.prepare_command import Prepare
-from pennyclip.recipe_options import check_options, read_tables
+from pennyclip.recipe_options import RESUME, check_options, check_resume, read_tables, recipe_usage
 from pennyclip.samples_command import Samples
 from pennyclip.telemetry.metrics import plain
 
@@ -76,12 +76,16 @@ def _outcome(outcome: Any) -> Answer:
     text = f"{outcome.run}: {done}{state} after {outcome.steps} updates"
     if score is not None:
         text += f"; best mean recall on the development split {score:.1%}"
+        text += f" (chance {outcome.chance:.1%})" if outcome.chance is not None else ""
+    elif outcome.chance is None:
+        text += "; warning: nothing was held out, so nothing says how good it is"
     text += "" if outcome.finished else f". Go on with: pennyclip train --resume {outcome.run}"
     tree = {
         "run": str(outcome.run),
         "steps": outcome.steps,
         "finished": outcome.finished,
         "best": {"path": str(outcome.best.path), "score": score} if outcome.best else None,
+        "chance": outcome.chance,
     }
     return Answer(text, tree, outcome.exit_code)
 
@@ -127,9 +131,18 @@ class Zeroshot:
 
 
 def _result(result: Any) -> Answer:
+    from pennyclip.evaluate.result import COUNTS
+
     width = max(map(len, result.metrics))
-    lines = [f"{name:<{width}}  {value:.4f}" for name, value in result.metrics.items()]
-    return Answer("\n".join(lines), {"metrics": result.metrics, "tables": result.tables})
+    lines = []
+    for name, value in result.metrics.items():
+        guess = result.chance.get(name)
+        lines.append(
+            f"{name:<{width}}  {value:{'.0f' if name in COUNTS else '.4f'}}"
+            + (f"  chance {guess:.4f}" if guess is not None else "")
+        )
+    tree = {"metrics": result.metrics, "chance": result.chance, "tables": result.tables}
+    return Answer("\n".join(lines), tree)
 
 
 @dataclass(frozen=True)
@@ -181,7 +194,7 @@ class Search:
             top=self.top,
             checkpoint=self.checkpoint,
         )
-        lines = [f"{h.score:.3f}  {h.origin}  {h.captions[0][:80]}" for h in hits]
+        lines = [f"{h.score:.3f}  {h.image}  {h.captions[0][:80]}" for h in hits]
         return Answer("\n".join(lines), {"hits": [dataclasses.asdict(h) for h in hits]})
 
 
@@ -262,11 +275,16 @@ class List:
 
     what: Positional[str]
     """recipes, towers, losses, optimizers or presets."""
+    name: Positional[str] = ""
+    """Of a recipe: print it, as the start of one of your own."""
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.listing import listing
+        from pennyclip.listing import listing, recipe_text
 
+        if self.name:
+            text = recipe_text(self.what, self.name)
+            return Answer(text.rstrip("\n"), {self.what: {self.name: text}})
         names = listing(self.what)
         lines = [f"{name:<28} {about}".rstrip() for name, about in names.items()]
         return Answer("\n".join(lines), {self.what: names})
@@ -292,7 +310,7 @@ COMMANDS: dict[str, type[Any]] = {
 }
 
 
-GROUPS: list[list[str]] = [[], ["train"], ["eval"], ["bench"]]
+GROUPS: list[list[str]] = [[], ["eval"], ["bench"]]
 HELP = [[*group, flag] for group in GROUPS for flag in ("-h", "--help")]
 """Where there is no single command whose help tyro could print."""
 
@@ -312,22 +330,21 @@ def parse(argv: Sequence[str]) -> Command:
     """
     name = next((n for n in COMMANDS if list(argv[: len(n.split())]) == n.split()), None)
     if name is None:
-        raise RequestError(f"no command '{' '.join(argv[:2])}'\n\n{usage()}")
+        asked = " ".join(argv[: 2 if list(argv[:1]) in GROUPS else 1])
+        raise RequestError(f"no command '{asked}'.{did_you_mean(asked, COMMANDS)}\n\n{usage()}")
     rest = list(argv[len(name.split()) :])
     kind, program = COMMANDS[name], f"pennyclip {name}"
     fields = dataclasses.fields(kind)
     if "config" not in [field.name for field in fields]:
         return tyro.cli(kind, prog=program, args=rest, description=kind.__doc__)
     if name == "train" and any(item.split("=")[0] == "--resume" for item in rest):
+        check_resume(rest)
         return tyro.cli(Resume, prog=program, args=rest)
     if not rest or rest[0].startswith("-"):
-        out, again = "", ""
-        if name == "train":
-            out, again = " --out RUN", ", or pennyclip train --resume RUN"
-        raise RequestError(
-            f"usage: {program} RECIPE --data DATASET{out} [--section.key value ...]{again}. "
-            "Recipes: pennyclip list recipes"
-        )
+        if rest and rest[0] in ("-h", "--help"):
+            print(recipe_usage(name))
+            raise SystemExit(0)
+        raise RequestError(recipe_usage(name))
     required = {
         field.name: tyro.MISSING for field in fields if field.default is dataclasses.MISSING
     }
@@ -338,6 +355,7 @@ def parse(argv: Sequence[str]) -> Command:
         kind,
         prog=f"{program} {recipe}",
         args=rest,
+        description=f"{kind.__doc__} {RESUME}" if name == "train" else kind.__doc__,
         default=kind(**required | {"config": config}),
         config=(tyro.conf.AvoidSubcommands,),
     )

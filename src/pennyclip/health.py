@@ -23,6 +23,8 @@ class Health:
     evidence: Evidence = field(default_factory=Evidence)
     spreads: list[float] = field(default_factory=list)
     """By how many nats the logits of the last batches differed, at most."""
+    flat_since: int | None = None
+    """The first batch since which they hardly did."""
     update_rms: float = 0.0
     """The largest since it was last looked at."""
     not_finite: list[int] = field(default_factory=list)

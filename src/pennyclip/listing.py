@@ -1,6 +1,6 @@
 """What a recipe can name, with a line about each."""
 
-from pennyclip.config_file import RECIPES, recipe_names
+from pennyclip.config_file import RECIPES, load_recipe, recipe_names
 from pennyclip.errors import RequestError
 
 
@@ -25,6 +25,14 @@ def listing(what: str) -> dict[str, str]:
 
         return {name: str(preset) for name, preset in PRESETS.items()}
     raise RequestError(f"list '{what}': expected recipes, towers, losses, optimizers or presets")
+
+
+def recipe_text(what: str, name: str) -> str:
+    """A recipe as its file has it: a copy, changed, is a recipe of one's own."""
+    if what != "recipes":
+        raise RequestError(f"list {what} {name}: only recipes can be printed. Leave {name} out.")
+    load_recipe(name)  # or say which there are
+    return (RECIPES / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def _first_comment(recipe: str) -> str:

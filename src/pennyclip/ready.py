@@ -101,12 +101,17 @@ def open_request(config: Config) -> tuple[Config, Rows, Plan]:
     Raises:
         RequestError: it cannot be trained, whatever the model.
     """
-    config = _resolved(config)
+    config = resolved(config)
     rows = open_rows(config)
     return config, rows, make_plan(config, rows.epoch)
 
 
-def _resolved(config: Config) -> Config:
+def resolved(config: Config) -> Config:
+    """The request with absolute paths, and with or without a bias of the logits as its loss says.
+
+    Raises:
+        RequestError: there is no such loss, or the model is asked for otherwise.
+    """
     if config.loss not in LOSSES:
         raise RequestError(f"loss '{config.loss}': known are {', '.join(LOSSES)}")
     has_bias, asked = LOSSES[config.loss].initial_bias is not None, config.model.logit_bias

@@ -6,12 +6,48 @@ of tables is one value, written as in a recipe: --optim.patterns '[{match = "tex
 
 import dataclasses
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pennyclip.config import Config
-from pennyclip.config_file import from_tree, to_tree
+from pennyclip.config_file import from_tree, recipe_names, to_tree
 from pennyclip.errors import RequestError, did_you_mean
+
+RESUME = (
+    "To go on with one that was stopped: pennyclip train --resume RUN; with --cooldown, a 'wsd' "
+    "schedule begins its cooldown there."
+)
+SYNONYMS = {"learning_rate": "lr", "wd": "weight_decay", "bs": "batch_size"}
+"""Other tools' names of keys."""
+
+
+def recipe_usage(command: str) -> str:
+    """How a command that takes a recipe is called, and the recipes."""
+    out = " --out RUN" if command == "train" else ""
+    lines = [f"usage: pennyclip {command} RECIPE --data DATASET{out} [--section.key value ...]"]
+    if command == "train":
+        lines += ["       pennyclip train --resume RUN [--cooldown]", "", RESUME]
+    lines += ["", "RECIPE is the path of a .toml file, or one of (pennyclip list recipes):"]
+    lines += [f"  {name}" for name in recipe_names()]
+    lines += ["", f"All keys of one: pennyclip {command} RECIPE --help"]
+    return "\n".join(lines)
+
+
+def check_resume(arguments: Sequence[str]) -> None:
+    """Refuse keys beside --resume.
+
+    Raises:
+        RequestError: it says how to begin anew from the run.
+    """
+    own = ("resume", "cooldown", "no_cooldown", "json", "no_json", "help")
+    options = [item for item in arguments if item.startswith("--")]
+    keys = [o for o in options if ".".join(_path(o.partition("=")[0])) not in own]
+    if keys:
+        raise RequestError(
+            f"{keys[0]}: --resume goes on with the run as it is and takes no keys of a recipe. To "
+            "begin anew from its best checkpoint: pennyclip train RUN/config.toml --init RUN "
+            f"--out NEW {keys[0]} ..."
+        )
 
 
 def read_tables(config: Config, arguments: Sequence[str]) -> tuple[Config, list[str]]:
@@ -57,13 +93,35 @@ def _check(config: Config, own: Collection[str], name: str) -> None:
     for key in _path(name):
         switched_off = key.startswith("no_") and isinstance(known.get(key[3:]), bool)
         if key not in known and not switched_off:
-            hint = did_you_mean(key, known) or f" Known keys: {', '.join(known) or 'none'}."
+            near = _same_key(config, name) if key == _path(name)[-1] else ""
+            near = near or did_you_mean(key, known)
+            hint = near or f" Known keys: {', '.join(known) or 'none'}."
             raise RequestError(f"no option {name}: unknown key '{key}'.{hint}")
         value = known.get(key)
         if isinstance(value, tuple):
             known = {str(number): item for number, item in enumerate(value)}
         else:
             known = dict(vars(value)) if dataclasses.is_dataclass(value) else {}
+
+
+def _same_key(config: Config, name: str) -> str:
+    """The end of a message: where in the recipe the option's last key is."""
+    *section, key = _path(name)
+    found = [path for path in _paths(config) if path[-1] == SYNONYMS.get(key, key)]
+    near = min(found, key=lambda path: (path[: len(section)] != section, len(path)), default=None)
+    return f" Did you mean '--{'.'.join(near).replace('_', '-')}'?" if near else ""
+
+
+def _paths(value: Any) -> Iterator[list[str]]:
+    """Every key of a recipe, tables and what is in them."""
+    if isinstance(value, tuple):
+        children = {str(number): item for number, item in enumerate(value)}
+    else:
+        children = dict(vars(value)) if dataclasses.is_dataclass(value) else {}
+    for key, child in children.items():
+        if not key.isdecimal():
+            yield [key]
+        yield from ([key, *path] for path in _paths(child))
 
 
 def _path(name: str) -> list[str]:

@@ -41,18 +41,15 @@ def read_run(path: Path) -> Config:
     return read_toml(path / "config.toml")
 
 
-def find_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
+def find_run(config: Config, out: Path) -> RunFolder:
     """Look at a folder in which a run is to begin or to go on. Nothing is written.
 
     Args:
         config: the resolved request, with an absolute data path.
         out: the folder, which need not exist.
-        proceed: go on where an unfinished run stopped.
-        steps: updates in the whole run.
 
     Raises:
-        RequestError: the folder holds a run of another request, an unfinished one without
-            `proceed`, or something else.
+        RequestError: the folder holds a run of another request, or something else.
     """
     if out.exists() and not out.is_dir():
         raise RequestError(
@@ -66,18 +63,12 @@ def find_run(config: Config, out: Path, proceed: bool, steps: int) -> RunFolder:
     if not found:  # nothing was trained that another request could harm
         return RunFolder(out, None)
     if before != config:
-        changed = ", ".join(_differences(to_tree(before), to_tree(config)))
+        changed = "".join(f"\n  {line}" for line in _differences(to_tree(before), to_tree(config)))
         raise RequestError(
-            f"{out} holds a run of another request; different: {changed}. Choose another --out, "
-            f"or go on with the run as it is: pennyclip train --resume {out}"
+            f"{out} holds a run of another request. Choose another --out, or go on with the run as "
+            f"it is: pennyclip train --resume {out}. Different:{changed}"
         )
-    run = RunFolder(out, found[-1])
-    if not proceed and not run.done(steps):
-        raise RequestError(
-            f"{out} holds this very run, unfinished at update {found[-1].step} of "
-            f"{steps}. Go on with: pennyclip train --resume {out}"
-        )
-    return run
+    return RunFolder(out, found[-1])
 
 
 @contextmanager
@@ -132,13 +123,21 @@ def claimed(run: RunFolder, config: Config) -> Iterator[None]:
 
 
 def _differences(old: object, new: object, where: str = "") -> list[str]:
-    """Keys in which two configurations differ, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = dict.fromkeys([*old, *new])
-        return [
-            line
-            for key in keys
-            if old.get(key) != new.get(key)
-            for line in _differences(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
-        ]
-    return [f"{where} (there {old!r}, asked {new!r})"]
+    """A line for each key in which two configurations differ, with both values."""
+    if old == new:
+        return []
+    tables = [_table(side) for side in (old, new)]
+    if all(table is None for table in tables):
+        there, asked = ("unset" if side is None else repr(side) for side in (old, new))
+        return [f"{where}: there {there}, asked {asked}"]
+    before, after = (table or {} for table in tables)
+    keys = dict.fromkeys([*before, *after])
+    found = (_differences(before.get(k), after.get(k), f"{where}.{k}".lstrip(".")) for k in keys)
+    return [line for lines in found for line in lines]
+
+
+def _table(value: object) -> dict[str, object] | None:
+    """A table, or a list of tables by their numbers; None: a single value."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return {str(number): item for number, item in enumerate(value)}
+    return value if isinstance(value, dict) else None

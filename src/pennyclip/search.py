@@ -23,6 +23,8 @@ class Hit:
     origin: str
     """Where the picture came from when the dataset was prepared."""
     captions: list[str]
+    image: str
+    """The picture's file, where the source had one; else its name there."""
 
 
 def search(
@@ -54,6 +56,13 @@ def search(
     order = scores.topk(min(top, len(rows))).indices.numpy()
     entries = dataset.keys(rows[order])
     return [
-        Hit(int(rows[i]), float(scores[i]), entry["key"], entry["origin"], entry["captions"])
+        Hit(
+            row=int(rows[i]),
+            score=float(scores[i]),
+            key=entry["key"],
+            origin=entry["origin"],
+            captions=entry["captions"],
+            image=dataset.picture(entry),
+        )
         for i, entry in zip(order, entries, strict=True)
     ]

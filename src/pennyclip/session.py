@@ -273,8 +273,12 @@ def _trunks(model: CLIP) -> dict[str, list[list[str]]]:
     }
 
 
-def table(setup: Setup, plan: Plan, number: int) -> str:
-    """What a stage does, and what learns in it with which rates: shown before its first update."""
+def table(setup: Setup, plan: Plan, number: int, *, groups: bool = True) -> str:
+    """What a stage does, and what learns in it with which rates: shown before its first update.
+
+    Args:
+        groups: list the rates; they are the same after a resume.
+    """
     stage, loader = plan.stages[number], setup.loader
     masks = dict.fromkeys(f"{ratio:g}" for ratio in stage.mask_range)
     lines = [
@@ -284,11 +288,11 @@ def table(setup: Setup, plan: Plan, number: int) -> str:
     ]
     lines += setup.stored
     betas = setup.optimizer.defaults["betas"]
-    for group in setup.optimizer.param_groups:
+    for group in setup.optimizer.param_groups if groups else ():
         count = sum(p.numel() for p in group["params"])
         lines.append(
-            f"  {group['name']:<20} {count:>12,} parameters  peak rate "
-            f"{group['base_lr'] * stage.lr_factor * plan.lr_scale:.2e}  "
+            f"  {group['name']:<20} {count:>12,} {'parameters' if count > 1 else 'parameter ':}  "
+            f"peak rate {group['base_lr'] * stage.lr_factor * plan.lr_scale:.2e}  "
             f"weight decay {group['weight_decay']:g}"
             + f"  betas {group['betas']}" * (group["betas"] != betas)
             + f"  warm-up {group['warmup']}" * (group["warmup"] is not None)

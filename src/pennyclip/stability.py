@@ -36,7 +36,10 @@ from pennyclip.symptoms import Symptom, drifting_temperature, logit_spread, no_g
 
 FLAT = 0.1
 """Nats by which logits differ in a batch, at most, when its embeddings have collapsed. Chosen: a
-ninth of the least that a healthy start from random weights was seen with."""
+ninth of the least that a start from random weights with a fitting warm-up was seen with."""
+FLAT_FOR = 100
+"""Batches that embeddings must have been alike before the run goes back. Chosen: a start with next
+to no warm-up came out of it by itself after 57, and learned."""
 UNREADABLE, UNREADABLE_WINDOW = 0.05, 20
 """Share of unreadable rows in the last so many batches that stops a run. Chosen: `prepare` has
 decoded every row, so one is an accident and many are a failing disk."""
@@ -259,14 +262,19 @@ class Watch:
         h, alike = self.health, (record["image_cosine"], record["text_cosine"])
         h.spreads = [*h.spreads, logit_spread(record)][-SHORT:]
         if len(h.spreads) < SHORT or median(h.spreads) >= FLAT:
+            h.flat_since = None
             return None
-        return self._back(
-            step - SHORT + 1,
-            f"the embeddings have collapsed: the mean cosine of different images is {alike[0]:.3f},"
-            f" of different texts {alike[1]:.3f}, so nothing can be told apart. The rate is too "
-            "high for this model, or its warm-up too short",
-            slow=True,
+        since = h.flat_since = h.flat_since or step - SHORT + 1
+        cosines = (
+            f"the mean cosine of different images is {alike[0]:.3f}, of different texts "
+            f"{alike[1]:.3f}, so nothing can be told apart"
         )
+        why = "The rate is too high for this model and batch, or its warm-up too short"
+        if step - since + 1 >= FLAT_FOR:
+            return self._back(since, f"the embeddings have collapsed: {cosines}. {why}", slow=True)
+        later = f"They may part again; if not by batch {since + FLAT_FOR - 1}, the run goes back"
+        self._warn(step, Symptom("embeddings alike", f"{cosines}. {why}. {later}"))
+        return None
 
     def _loss(
         self,
@@ -346,7 +354,8 @@ class Watch:
         suspects = h.evidence.suspects(step)
         h.evidence.forget()
         h.course.forget_spike()
-        h.not_finite, h.skips, h.spreads, h.overflows = [], {}, [], []
+        h.not_finite, h.skips, h.overflows = [], {}, []
+        h.spreads, h.flat_since = [], None
         h.update_rms, self._update_rms = 0.0, None
         where = f"the checkpoint of step {to}" if to else "the run's start"
         self._log(

@@ -10,16 +10,16 @@ from zlib import crc32
 from pennyclip.checkpoint import Checkpoint, Scores, best, checkpoints
 from pennyclip.config import Config
 from pennyclip.errors import RequestError, RunError
-from pennyclip.evaluate.retrieval import retrieval
+from pennyclip.evaluate.retrieval import mean_chance, retrieval
 from pennyclip.features import Stores, embed_rows
 from pennyclip.interrupt import Interrupt, Interrupted, listening
 from pennyclip.model.freezing import evaluating
 from pennyclip.optim import step_metrics
 from pennyclip.optim.state import read_state
-from pennyclip.ready import Ready, make_ready, open_request
+from pennyclip.ready import Ready, make_ready, open_request, resolved
 from pennyclip.run_folder import RunFolder, claimed, cooling, find_run, read_run
 from pennyclip.saver import Saver
-from pennyclip.session import table
+from pennyclip.session import Rows, table
 from pennyclip.start import start
 from pennyclip.state import TrainState
 from pennyclip.telemetry.console import Console
@@ -40,6 +40,8 @@ class Outcome:
     exit_code: int = 0
     already_done: bool = False
     """The run was finished before, and nothing was done now."""
+    chance: float | None = None
+    """The mean recall of guessing on the development split; None: nothing was held out."""
 
 
 def resume(run: Path, *, cooldown: bool = False, quiet: bool = False) -> Outcome:
@@ -70,10 +72,17 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
         RequestError: the request cannot be carried out as it stands; nothing was trained.
         RunError: the run broke off; its checkpoints stay, and the message says how to go on.
     """
+    config = resolved(config)
+    run = find_run(config, out)
     config, rows, plan = open_request(config)
-    run = find_run(config, out, proceed, plan.steps)
     if run.done(plan.steps):
-        return Outcome(out, plan.steps, True, best(checkpoints(out)), already_done=True)
+        top = best(checkpoints(out))
+        return Outcome(out, plan.steps, True, top, already_done=True, chance=_chance(rows))
+    if run.last is not None and not proceed:
+        raise RequestError(
+            f"{out} holds this very run, unfinished at update {run.last.step} of {plan.steps}. Go "
+            f"on with: pennyclip train --resume {out}"
+        )
     if run.last is not None and run.last.meta["dataset"] != rows.dataset.fingerprint:
         raise RequestError(
             f"{config.data} is another dataset than the one that {out} began with: it was prepared "
@@ -98,7 +107,15 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
         finally:
             metrics.close()
             console.close()
-    return Outcome(out, step, finished, best(found), 0 if finished else asked.exit_code)
+    code = 0 if finished else asked.exit_code
+    return Outcome(out, step, finished, best(found), code, chance=_chance(rows))
+
+
+def _chance(rows: Rows) -> float | None:
+    if rows.evaluation is None:
+        return None
+    captions = rows.dataset.rows["captions"][rows.evaluation].sum()
+    return mean_chance(len(rows.evaluation), float(captions))
 
 
 def _train(
@@ -124,13 +141,18 @@ def _train(
     state = TrainState.begin(beginning, config, choice.precision, device, event)
     model, watch = state.model, state.watch
     saver = Saver(config, run, rows, metrics, console)
+    # The rates of a stage are shown once in a run: not after a resume inside it, or a way back.
+    inside = beginning.step not in (0, *plan.ends)
+    shown = {plan.stage(beginning.step)} if inside else set[int]()
 
     while state.step < plan.steps and asked.signal is None:
         number = plan.stage(state.step)
         setup = ready.enter_stage(number, state.optimizer, progress)
         watch.enter_stage(number)
         state.compilation.enter_stage(number, state.step, setup.optimizer)
-        console.say(table(setup, plan, number))
+        console.say(table(setup, plan, number, groups=number not in shown))
+        shown.add(number)
+        console.enter_stage(number, plan.ends)
         meter = Meter(config.batch_size, device)
         back, stop = None, False
         for batch in meter.waiting(setup.loader.batches(state.step, plan.ends[number])):
@@ -189,7 +211,11 @@ def evaluate(
             )
         found = retrieval(e.image, e.text, e.owner).metrics
         metrics.log("eval", step, split=split, metrics=found)
-        console.say(f"step {step}: mean recall on '{split}' {found['mean_recall']:.1%}")
+        by_chance = mean_chance(found["images"], found["captions"])
+        console.say(
+            f"step {step}: mean recall on '{split}' {found['mean_recall']:.1%} "
+            f"(chance {by_chance:.1%})"
+        )
         return found["mean_recall"]
 
     raw = score(settings.split)

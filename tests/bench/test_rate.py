@@ -45,11 +45,13 @@ def test_a_tenth_of_the_lowest_is_suggested(best: float) -> None:
     assert "a tenth of the lowest" in finding
 
 
-def test_a_loss_that_falls_to_the_end_gives_a_lower_bound() -> None:
-    factors, losses = curve(1e4)
+@pytest.mark.parametrize("best", [60.0, 1e4])
+def test_a_loss_that_does_not_climb_in_the_end_suggests_nothing(best: float) -> None:
+    factors, losses = curve(best, noise=0.02)
     factor, finding = suggest(factors, losses, smoothed(losses))
-    assert factor == pytest.approx(HIGH / 10, rel=0.3)
-    assert "only a lower bound" in finding
+    assert factor is None
+    assert "at the end, 1e+02 times" in finding
+    assert "Keep the recipe's" in finding
 
 
 def test_a_loss_that_never_falls_suggests_nothing() -> None:

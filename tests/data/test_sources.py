@@ -363,3 +363,13 @@ def test_a_folder_of_tars_and_pictures_is_not_guessed_at(tmp_path: Path) -> None
         pass
     with pytest.raises(RequestError, match="holds both webdataset tars"):
         open_source(tmp_path)
+
+
+def test_an_empty_caption_of_a_picture_that_has_others_is_counted(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text('image,caption\na.jpg,\na.jpg,one\na.jpg,two\nb.jpg," "\n')
+    found = list(open_source(table).read(0, 9))
+    assert [item.origin for item in found] == ["t.csv:2", "t.csv:3", "t.csv:5"]
+    assert isinstance(found[1], Pair)
+    assert found[1].captions == ["one", "two"]
+    assert all("no caption" in item.reason for item in found if isinstance(item, Reject))

@@ -31,7 +31,7 @@ def write_dataset(folder: Path, shards: Sequence[Sequence[list[str]]], fingerpri
         table = pa.table({"captions": pa.array(rows, pa.list_(pa.string()))})
         pq.write_table(table, folder / "index" / f"{number:06d}.parquet")
         (folder / "shards" / f"{number:06d}.tar").touch()
-        entries.append({"path": f"shards/{number:06d}.tar", "rows": len(rows)})
+        entries.append({"path": f"shards/{number:06d}.tar", "rows": len(rows), "bytes": 0})
     counts = [(number, len(row)) for number, rows in enumerate(shards) for row in rows]
     index = np.zeros(len(counts), ROW)
     index["shard"], index["captions"] = np.array(counts).T

@@ -17,7 +17,9 @@ from pennyclip.config import Config
 from pennyclip.config_file import load_recipe, to_toml
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import Order
+from pennyclip.doctor.events import over_fitting
 from pennyclip.model.text_clip import ClipTextTower
+from pennyclip.report.run import read_run
 from pennyclip.telemetry.events import REMEDIES
 from pennyclip.telemetry.metrics import Metrics, read_metrics
 
@@ -206,8 +208,47 @@ def test_events_are_summed_up_with_a_remedy(
         "first": 7,
         "last": 9,
         "message": "in 7",
-        "do": REMEDIES["update skipped"],
+        "do": REMEDIES["update skipped"].replace("STEP", "7").replace("RUN", str(tmp_path)),
     }
+
+
+def test_an_unfinished_run_and_over_fitting_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100 pictures: at a recall of 50 % the standard error is 5 points."""
+    (tmp_path / "config.toml").write_text(to_toml(load_recipe("scratch-vit-tiny")))
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.log("start", 0)
+    for step, recall, loss in ((36, 0.5, 1.5), (48, 0.44, 1.0), (60, 0.43, 0.5), (72, 0.44, 0.3)):
+        found = {"text_to_image/R@1": recall, "mean_recall": recall, "images": 100.0}
+        metrics.log("train", step, loss=loss)
+        metrics.log("eval", step, split="dev", metrics=found)
+    metrics.log("event", 73, name="rolled back", message="rose", since=70)
+    metrics.log("end", 75, reason="signal SIGINT")
+    metrics.close()
+    told = answer(capsys, str(tmp_path))
+    assert told["unfinished"] == "stopped at step 75: signal SIGINT"
+    assert told["over_fitting"] == (
+        "mean recall on 'dev' was highest at step 36 (50.0%) and is 44.0% at step 72, while the "
+        "training loss fell from 1.50 to 0.30"
+    )
+    assert main(["doctor", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "do: Batch 70 was the first that was not well" in out
+    assert f"pennyclip doctor {tmp_path} --replay 70." in out
+    assert f"pennyclip train --resume {tmp_path}" in out
+
+
+@pytest.mark.parametrize("later", [(0.46, 0.44, 0.46), (0.44, 0.44), (0.2, 0.2, 0.49)])
+def test_a_dip_within_chance_is_no_over_fitting(tmp_path: Path, later: tuple[float, ...]) -> None:
+    (tmp_path / "config.toml").write_text("batch_size = 8\n")
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    for step, recall in enumerate((0.3, 0.5, *later), start=1):
+        found = {"text_to_image/R@1": recall, "mean_recall": recall, "images": 100.0}
+        metrics.log("train", step, loss=1 / step)
+        metrics.log("eval", step, split="dev", metrics=found)
+    metrics.close()
+    assert over_fitting(read_run(tmp_path)) is None
 
 
 def test_every_event_has_a_remedy_and_a_line_in_the_docs() -> None:

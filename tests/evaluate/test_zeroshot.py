@@ -90,8 +90,9 @@ def test_top5_misses_the_last_of_six(tmp_path: Path) -> None:
     for name in COLOURS:
         paint(tmp_path / name, [name])
     paint(tmp_path / "red", ["cyan"])
-    metrics = zeroshot(ColourModel(), tmp_path).metrics
-    assert metrics["top1"] == metrics["top5"] == pytest.approx(5 / 6)
+    result = zeroshot(ColourModel(), tmp_path)
+    assert result.metrics["top1"] == result.metrics["top5"] == pytest.approx(5 / 6)
+    assert result.chance == {"top1": 1 / 6, "top5": 5 / 6, "mean_per_class": 1 / 6}
 
 
 def test_few_classes_have_no_top5(tmp_path: Path) -> None:

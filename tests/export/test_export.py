@@ -10,6 +10,7 @@ from pennyclip.config import Config, Stage
 from pennyclip.config_file import to_toml, to_tree
 from pennyclip.errors import RequestError
 from pennyclip.export import EXPORTS, export
+from pennyclip.export.card import FILL, _licence
 from pennyclip.telemetry.metrics import Metrics
 
 
@@ -53,11 +54,31 @@ def test_the_card_says_what_the_model_is(run: Path, tmp_path: Path) -> None:
     assert "- 75 seconds (1 min 15 s) for the whole run" in card
     assert "- 768 samples" in card
     assert "| batch_size | 256 |" in card
+    assert "| optim.lr | " in card
+    assert "loss_scaling" not in card  # as it always is
+    assert not any(note.startswith("warning") for note in done.notes)
     assert "- Licence of this model: TO FILL" in card
     # Nothing about the machine that others need not know.
     assert "secret-machine" not in card
     for file in ("README.md", "export.json"):
         assert str(tmp_path) not in (done.path / file).read_text()
+
+
+def test_a_stopped_or_unmeasured_model_says_so(run: Path, tmp_path: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = "".join(x for x in lines if '"eval"' not in x)
+    (run / "metrics.jsonl").write_text(kept.replace("finished", "signal SIGTERM"))
+    done = export(run, "open_clip", tmp_path / "out")
+    first, second = done.notes[:2]
+    assert first == "warning: the run is not finished: stopped at step 3: signal SIGTERM"
+    assert second.startswith("warning: the checkpoint of step 3 was never evaluated")
+    assert f"- {first}\n- {second}" in (done.path / "README.md").read_text()
+
+
+def test_the_licence_of_weights_is_what_their_package_states() -> None:
+    assert _licence("package:all-minilm-l6-v2").startswith("MIT (")
+    assert _licence("package:efficientnet-lite0") == FILL  # it states UNKNOWN
+    assert _licence("hub:some/model") == FILL
 
 
 def test_a_lone_checkpoint_has_a_card_too(tmp_path: Path) -> None:

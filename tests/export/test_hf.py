@@ -28,12 +28,15 @@ from transformers import (
     VisionTextDualEncoderProcessor,
 )
 
-from pennyclip.config import ImageTower, Model
+from pennyclip.config import ClipText, ImageTower, Model
+from pennyclip.config_file import load_recipe, recipe_names
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.errors import RequestError
 from pennyclip.export import export, hf
 from pennyclip.export.hf import write
 from pennyclip.export.tokenizer import write_clip_tokenizer
+from pennyclip.export.vit import Unlike
+from pennyclip.model.image import ImageTower as Tower
 from pennyclip.weights.build import build
 from pennyclip.weights.read import read_weights
 from pennyclip.weights.statements import read_statements
@@ -176,3 +179,22 @@ def test_the_tokenizer_gives_our_ids(tmp_path: Path) -> None:
     vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     assert sorted(vocabulary.values()) == list(range(49408))
     assert vocabulary["<|endoftext|>"] == 49407
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_the_table_of_recipes_says_which_transformers_has(recipe: str) -> None:
+    """`docs/choose-a-recipe.md`, by the towers alone: nothing is loaded."""
+    page = Path(__file__).resolve().parents[2] / "docs/choose-a-recipe.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    said = next(line for line in lines if line.startswith(f"| `{recipe}` |"))
+    model = load_recipe(recipe).model
+    with torch.device("meta"):
+        tower = Tower(replace(model.image, weights=None), model.embed_dim)
+    fits = isinstance(model.text, ClipText) or (
+        model.text.pool == "cls" and model.text.head == "linear"
+    )
+    try:
+        hf._image(tower, model.embed_dim)
+    except Unlike:
+        fits = False
+    assert ("transformers |" in said) == fits

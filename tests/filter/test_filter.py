@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from pennyclip.checkpoint import write_model
 from pennyclip.cli import main
-from pennyclip.config import ClipText, ImageTower, Model
+from pennyclip.config import ClipText, Config, ImageTower, Model, Stage
+from pennyclip.config_file import to_toml
 from pennyclip.data.index import Dataset
 from pennyclip.encoder import load
 from pennyclip.errors import RequestError
@@ -100,6 +101,31 @@ def test_the_best_scored_stay_and_a_second_cut_computes_no_embedding(
     assert page.count("<img") >= 8
     assert "<svg" in page
     assert "Around the cut" in page
+
+
+def test_a_scorer_that_has_seen_the_rows_is_named(data: Path, scorer: Path) -> None:
+    """By its run's folder: the dataset by fingerprint or place, the rows by the run's subset."""
+    dataset = Dataset(data)
+    train = dataset.subset("train")
+    filter_dataset(data, "long", rules=Rules(min_words=5))
+    own = len(dataset.subset("long"))
+    assert 0 < own < len(train)
+    for number, (there, fingerprint, seen) in enumerate(
+        (("/elsewhere", dataset.fingerprint, own), (str(data), "", own), ("/elsewhere", "", 0))
+    ):
+        run = data.parent / f"run-{number}"
+        shutil.copytree(scorer, run / "checkpoints/step_000001")
+        model = load(scorer).model.config
+        config = Config(model=model, stages=(Stage(epochs=1),), data=there, subset="long")
+        (run / "config.toml").write_text(to_toml(config))
+        meta = run / "checkpoints/step_000001/meta.json"
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"dataset": fingerprint}))
+        done = filter_dataset(data, f"best-{number}", score=str(run), keep=0.5)
+        page = Path(done.page).read_text(encoding="utf-8")
+        said = f"the model was trained on {seen} of these {len(train)} rows"
+        assert (said in " ".join(done.notes), said in page) == (bool(seen), bool(seen))
+    dev = filter_dataset(data, "dev-best", union=("dev",), score=str(data.parent / "run-0"), keep=1)
+    assert not any("trained on" in line for line in dev.notes)
 
 
 def test_killed_between_two_shards_it_goes_on(

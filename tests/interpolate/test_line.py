@@ -63,17 +63,26 @@ def test_sweep_scores_every_model_on_both_tasks() -> None:
         sweep(
             start,
             end,
-            score_task=lambda model: model.logit_scale.item(),
-            score_reference=lambda model: distance(model, start),
+            score_task=lambda model: (model.logit_scale.item(), 63),
+            score_reference=lambda model: (distance(model, start), 58),
             alphas=(0.0, 0.5, 1.0),
         )
     )
     assert [p.alpha for p in points] == [0.0, 0.5, 1.0]
     assert [p.task for p in points] == pytest.approx([1.0, 2.0, 3.0])
+    assert points[0].one_picture == pytest.approx(1 / 58 / 2)
     assert points[0].reference == 0
     assert points[1].reference == pytest.approx(points[2].reference / 2)
     assert points[2].reference == distance(end, start) < -0.01
     assert end.logit_scale.item() == 3.0  # left as it was
+
+
+def test_what_one_picture_could_turn_decides_nothing() -> None:
+    """On 63 and 58 pictures, 0.001 is no reason to take 0.8 instead of 0.1."""
+    line = [(0.0, 0.600, 0.600), (0.1, 0.650, 0.600), (0.8, 0.662, 0.590), (1.0, 0.60, 0.50)]
+    points = [Point(*p, one_picture=1 / 58 / 2) for p in line]
+    assert points[2].mean > points[1].mean
+    assert choose_point(points).alpha == 0.1
 
 
 def test_the_largest_mean_is_chosen_and_the_smaller_alpha_among_equals() -> None:

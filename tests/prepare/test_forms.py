@@ -152,7 +152,7 @@ def test_a_replaced_picture_is_noticed_although_its_table_is_the_same(tmp_path: 
     table = write_table(tmp_path / "in", 4)
     run(table, out=tmp_path / "out")
     picture(99, (64, 48)).save(tmp_path / "in" / "2.jpg")
-    with pytest.raises(RequestError, match="source 1's fingerprint"):
+    with pytest.raises(RequestError, match=r"captions\.jsonl has changed: a table, or its files"):
         run(table, out=tmp_path / "out")
 
 

@@ -5,12 +5,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_sources import run, write_table
 
 import pennyclip.prepare
 from pennyclip.cli import main
 from pennyclip.data import shards
+from pennyclip.data.index import Dataset
 from pennyclip.errors import RequestError, RunError
 from pennyclip.filter.rules import Rules
 from pennyclip.filter.subset import filter_dataset
@@ -29,6 +31,19 @@ def test_few_rows_to_measure_on_are_told_with_what_they_can_tell(tmp_path: Path)
     assert len(lines) == 2
     enough = replace(summary, splits={"train": 9, "val": 100, "dev": 100})
     assert "warning" not in str(enough)
+    assert "warning   nothing is held out" in str(replace(summary, splits={"train": 4}))
+
+
+def test_an_entry_names_its_picture(tmp_path: Path) -> None:
+    """Its origin is a line of a table; where the file is gone, its name in the source is left."""
+    run(write_table(tmp_path / "in", 4), out=tmp_path / "out")
+    dataset = Dataset(tmp_path / "out")
+    (entry,) = dataset.keys(np.array([2]))
+    assert entry["origin"] == "captions.jsonl:3"
+    file = tmp_path / "in" / entry["source_key"]
+    assert dataset.picture(entry) == str(file)
+    file.unlink()
+    assert dataset.picture(entry) == entry["source_key"]
 
 
 def test_a_filter_that_an_append_has_left_behind_is_named(tmp_path: Path) -> None:

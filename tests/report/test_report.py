@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from pennyclip.errors import RequestError
 from pennyclip.report import write_comparison, write_report
 from pennyclip.report.run import chance, read_run, timeline
 from pennyclip.report.words import duration, flat, percent, plain
-from pennyclip.telemetry.events import REMEDIES
 from pennyclip.telemetry.metrics import Metrics
 
 
@@ -176,7 +176,9 @@ def test_a_run_that_went_back_and_was_stopped(tmp_path: Path, data: Path) -> Non
     page = write_report(run).read_text(encoding="utf-8")
     assert "rose in 210" in page
     assert "since 340" in page
-    assert page.count(f"To do: {REMEDIES['rolled back']}".replace("'", "&#x27;")) == 1
+    assert page.count("To do: Batch 200 was the first that was not well") == 1
+    assert f"pennyclip doctor {run} --replay 200" in page
+    assert f"pennyclip train --resume {run}" in page
     loss = page.split("<h3>Loss</h3>")[1].split("</figure>")[0]
     whole = make_run(tmp_path / "whole", data)
     other = write_report(whole).read_text(encoding="utf-8").split("<h3>Loss</h3>")[1]
@@ -214,10 +216,38 @@ def test_comparison(run: Path, data: Path, tmp_path: Path) -> None:
     words = words_of(page)
     assert "2 runs side by side" in words
     assert "setting a-run b-run optim.lr 0.001 0.003" in words
-    assert re.search(r"b-run finished val 280 [\d.]+ % .* 320 81,920 2 min 41 s", words)
+    assert re.search(r"b-run finished val 280 [\d.]+ % .* 320 81,920 [\w ]+ s 2 min 41 s", words)
+    assert "“val”, which all were evaluated on" in words
     assert page.read_text().count("<svg") == 2
     with pytest.raises(RequestError, match="at least two"):
         write_comparison([run], tmp_path / "one.html")
+
+
+def test_a_comparison_shows_a_split_that_all_have(run: Path, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "only-dev"
+    shutil.copytree(run, other)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(x for x in lines if '"split": "val"' not in x))
+    words = words_of(write_comparison([run, other], tmp_path / "both.html"))
+    assert "“dev”, which all were evaluated on" in words
+    assert len(re.findall(r"finished dev 280 ", words)) == 2
+    (other / "metrics.jsonl").write_text("".join(x for x in lines if '"eval"' not in x))
+    words = words_of(write_comparison([run, other], tmp_path / "none.html"))
+    assert "No split is common to all of them" in words
+
+
+def test_the_time_of_updates_is_told_apart(tmp_path: Path) -> None:
+    """10 + 10 batches of 8 at 4 and 8 pairs a second; half a minute went elsewhere."""
+    run = write_lines(
+        tmp_path / "run",
+        {"kind": "start", "step": 0, "time": "2026-03-01T12:00:00+00:00"},
+        {"kind": "train", "step": 10, "samples_per_second": 4.0},
+        {"kind": "train", "step": 20, "samples_per_second": 8.0},
+        {"kind": "end", "step": 20, "reason": "finished", "time": "2026-03-01T12:01:00+00:00"},
+    )
+    (run / "config.toml").write_text("batch_size = 8\n")
+    assert read_run(run).update_seconds == 20 + 10
+    assert read_run(run).seconds == 60
 
 
 def test_words() -> None:

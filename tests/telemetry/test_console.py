@@ -52,6 +52,23 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert third == "saved [bold]step_000060[/bold]"
 
 
+def test_the_time_left_is_that_of_a_stage_whose_rate_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 1: 10 updates in 3 s, 12 left. Stage 2: 8 in 12 s, 104 left, at 1.5 s each."""
+    clock = iter([0.0, 0.0, 3.0, 20.0, 32.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    console = Console(total_steps=134)
+    console.enter_stage(0, (22, 134))
+    console.update(10, {})
+    console._done = 22
+    console.enter_stage(1, (22, 134))
+    console.update(30, {})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "step 10/134 (7%), ETA 0:00:04 of stage 1 of 2, later ones unknown"
+    assert second == "step 30/134 (22%), ETA 0:02:36"
+
+
 def test_progress_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

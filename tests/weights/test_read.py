@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def test_hub_names_fetch_one_set_of_weights(
         return str(tmp_path)
 
     held = ["config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5"]
-    monkeypatch.setattr(hub, "list_repo_files", lambda name: held)
+    siblings = [SimpleNamespace(rfilename=file) for file in held]
+    monkeypatch.setattr(hub, "model_info", lambda name: SimpleNamespace(siblings=siblings))
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     assert locate("hub:org/name") == tmp_path
     assert "model.safetensors" in asked["org/name"]
@@ -96,10 +98,12 @@ def test_a_hub_out_of_reach_is_a_request_error(monkeypatch: pytest.MonkeyPatch) 
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("no route to host")
 
-    monkeypatch.setattr(hub, "list_repo_files", unreachable)
+    monkeypatch.setattr(hub, "model_info", unreachable)
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
     with pytest.raises(RequestError, match=r"hub:org/name .*no route to host.*folder"):
         locate("hub:org/name")
+    with pytest.raises(RequestError, match=r"set --model\.text\.name to the path of a folder"):
+        locate("hub:org/name", "model.text.name")
 
 
 def test_a_path_without_anything_is_refused() -> None:

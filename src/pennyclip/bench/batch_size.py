@@ -39,8 +39,9 @@ and what evaluation, saving and other processes take."""
 FASTEST = 0.97
 """The smallest micro-batch with this share of the best speed is taken. Chosen: the noise of a
 busy machine; more memory buys nothing below it."""
-PATIENCE = 60.0
-"""Seconds of an update beyond which no larger size is tried. Chosen."""
+PATIENCE = 20.0
+"""Seconds of an update beyond which no larger size is tried. Chosen: all sizes up to it then take
+some 40 in all."""
 SIZES_FROM = 2  # pairs: with fewer there is nothing to tell apart
 MIB = 2**20
 
@@ -119,7 +120,7 @@ def measure_batch_sizes(
     Args:
         config: with its data; `batch_size` is what micro-batches are wanted for.
         stage: from 1; None: the last, whose images are usually the largest.
-        up_to: largest batch to try; None: the recipe's.
+        up_to: largest batch to try; None: what the dataset has rows for.
         rounds: timed updates of each size.
 
     Raises:
@@ -127,14 +128,13 @@ def measure_batch_sizes(
         RunError: the measuring process failed for another reason than memory.
     """
     number = stage_number(config, stage, -1)
-    most = config.batch_size if up_to is None else up_to
-    if most < SIZES_FROM or rounds < 1:
+    if (up_to is not None and up_to < SIZES_FROM) or rounds < 1:
         raise RequestError(
-            f"up_to = {most}, rounds = {rounds}: expected at least {SIZES_FROM} pairs and 1 round"
+            f"up_to = {up_to}, rounds = {rounds}: expected at least {SIZES_FROM} pairs and 1 round"
         )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    arguments = (theirs, config, number, most, rounds, torch.get_num_threads())
+    arguments = (theirs, config, number, up_to, rounds, torch.get_num_threads())
     process = context.Process(target=_measure, args=arguments, daemon=True)
     process.start()
     theirs.close()
@@ -184,7 +184,7 @@ def _fits(peak: int, limit: int) -> bool:
 
 
 def _measure(
-    out: Connection, config: Config, number: int, most: int, rounds: int, threads: int
+    out: Connection, config: Config, number: int, up_to: int | None, rounds: int, threads: int
 ) -> None:
     """The process that measures: sends what it finds as soon as it has it."""
     torch.set_num_threads(threads)
@@ -192,6 +192,7 @@ def _measure(
         bench = open_workbench(replace(config, workers=0), number)
         limit = _limit(bench.device)
         loader = bench.setup.loader
+        most = len(loader.rows) if up_to is None else up_to
         out.send(
             (
                 "head",
@@ -207,6 +208,8 @@ def _measure(
             )
         )
         sizes, stopped = [], f"larger ones were not asked for: --up-to {most}"
+        if up_to is None:
+            stopped = f"there are no more rows than {most}"
         for size in _growing(bench, most, limit):
             if isinstance(size, str):
                 stopped = size
@@ -214,7 +217,8 @@ def _measure(
             sizes.append(size)
             out.send(("size", size))
         out.send(("stopped", stopped))
-        for size in _timed(bench, [s for s in sizes if s.fits], rounds):
+        timed = max(config.batch_size, up_to or 0)  # a micro-batch is never larger
+        for size in _timed(bench, [s for s in sizes if s.fits and s.pairs <= timed], rounds):
             out.send(("size", size))
     except (RequestError, RunError) as error:
         out.send(("error", error))

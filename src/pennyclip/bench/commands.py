@@ -20,7 +20,8 @@ class BatchSize:
     stage: int | None = None
     """Which stage of the recipe, from 1; unset: the last."""
     up_to: int | None = None
-    """Largest batch to try; unset: the recipe's batch_size."""
+    """Largest batch to try; unset: all rows to train on, as far as memory and a minute an update
+    allow."""
     rounds: int = 3
     """Timed updates of each size, in turns."""
     json: Json = False

@@ -3,7 +3,8 @@
 The recipe's own updates are made with rates that grow, by a constant factor an update, from a
 thousandth of the recipe's to a hundred times them. First the loss falls too slowly to be seen, then
 it falls, and then the rates are too high and it climbs. The suggestion is a tenth of the rates at
-which it was lowest (Howard and Gugger 2020, fastai's rule): there it was still falling well.
+which it was lowest (Howard and Gugger 2020, fastai's rule): there it was still falling well. A loss
+that has not clearly climbed again suggests nothing.
 
 Nothing is saved: the model that the test leaves is thrown away.
 """
@@ -17,7 +18,7 @@ from pennyclip.bench.workbench import open_workbench, stage_number
 from pennyclip.config import Config, Stage
 from pennyclip.errors import RequestError, RunError
 from pennyclip.features import Progress, silent
-from pennyclip.presets import nearest
+from pennyclip.presets import beginning, nearest
 
 LOW, HIGH = 1e-3, 1e2
 """From where to where, as factors of the recipe's rates."""
@@ -48,8 +49,9 @@ class RateTest:
     suggested_rates: dict[str, float]
     """Peak rates by part of the model: the highest of its layers."""
     finding: str
-    preset: str | None
-    """The published setting that is nearest, with its rate for this batch unless that is far."""
+    preset: str
+    """The published setting that is nearest, with its rate for this batch unless that is far; or
+    that there is none of this kind of start and optimizer."""
 
     def __str__(self) -> str:
         low, high = min(self.losses), max(self.losses)
@@ -61,7 +63,7 @@ class RateTest:
         lines += ["", self.finding]
         rates = ", ".join(f"{part} {rate:.1e}" for part, rate in self.suggested_rates.items())
         lines += [f"peak rates by part: {rates}"] * bool(rates)
-        lines += [f"published: {self.preset}"] * bool(self.preset)
+        lines += [f"published: {self.preset}"]
         return "\n".join(lines)
 
 
@@ -144,10 +146,13 @@ def find_rate(
     )
 
 
-def _published(config: Config, stage: Stage) -> str | None:
+def _published(config: Config, stage: Stage) -> str:
     found = nearest(config, stage)
     if found is None:
-        return None
+        return (
+            f"no setting known for this kind of start ({beginning(config, stage)}) with "
+            f"{config.optim.name}; all that are: pennyclip list presets"
+        )
     name, preset = found
     rate = preset.scaled(config.batch_size)
     here = f", {rate:.1e} at batch {config.batch_size:,}" if rate else ""
@@ -184,12 +189,13 @@ def suggest(
             f"averages are off by {noise:.3f}. More --updates or a larger batch_size may show "
             "it; or nothing is learned here"
         )
-    factor = factors[lowest] / BELOW_LOWEST
-    if lowest == whole[-1] and factors[-1] >= HIGH * 0.9:
-        return factor, (
-            f"the loss still fell at {factors[lowest]:.2g} times the recipe's rates, so this is "
-            "only a lower bound"
+    if factors[-1] >= HIGH * 0.9 and smooth[lowest] >= smooth[whole[-1]] - FELL * noise:
+        return None, (
+            f"the loss still fell, or stayed down, at the end, {factors[-1]:.2g} times the "
+            f"recipe's rates: {len(factors)} updates did not show where it would climb, so they "
+            "suggest no rate. Keep the recipe's, or try more --updates"
         )
+    factor = factors[lowest] / BELOW_LOWEST
     falls = [a - b for a, b in itertools.pairwise(smooth[: lowest + 1])]
     steepest = factors[max(range(len(falls)), key=falls.__getitem__)]
     return factor, (

@@ -183,6 +183,19 @@ class Dataset:
         ]
         return pa.concat_tables([pq.read_table(file, columns=list(columns)) for file in files])
 
+    def picture(self, entry: dict[str, Any]) -> str:
+        """Where the picture of an entry of `keys` came from: its file, or its name in the source.
+
+        A table's `origin` says in which line it stands; this says which picture that names.
+        """
+        name, sources = str(entry["source_key"]), self.meta.get("sources", [])
+        if entry["source"] < len(sources):
+            source = Path(sources[entry["source"]]["path"])
+            file = (source if source.is_dir() else source.parent) / name
+            if file.is_file():
+                return str(file)
+        return name
+
     def keys(self, rows: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
         """The index entries (key, origin, captions, sizes) of some rows, for people to read."""
         wanted: dict[int, dict[str, Any]] = {}

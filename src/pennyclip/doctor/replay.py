@@ -92,6 +92,7 @@ def _worst(features: Features, batch: Batch, rows: Rows) -> list[dict[str, Any]]
             "gradient_share": float(shares[i]),
             "finite": bool(losses[i].isfinite()),
             "origin": entry["origin"],
+            "image": rows.dataset.picture(entry),
             "captions": entry["captions"],
         }
         for i, entry in zip(order, entries, strict=True)
@@ -121,7 +122,7 @@ def _text(tree: dict[str, Any]) -> str:
         loss = f"{row['loss']:.3f}" if row["finite"] else "not finite"
         captions = " | ".join(row["captions"])
         lines.append(
-            f"{row['row']:>8} {loss:>8} {row['gradient_share']:>9.1%}  {row['origin']}  "
-            f"{captions[:100]}"
+            f"{row['row']:>8} {loss:>8} {row['gradient_share']:>9.1%}  {row['image']}  "
+            f"({row['origin']})  {captions[:100]}"
         )
     return "\n".join(lines)

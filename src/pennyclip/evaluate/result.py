@@ -14,6 +14,9 @@ from pennyclip.errors import RunError
 # rounding error in a dot product of unit vectors (1e-15), below what float32 features can express.
 TIE = 1e-12
 
+COUNTS = ("images", "captions", "classes", "unreadable")
+"""Metrics that are numbers of things."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -23,6 +26,8 @@ class Result:
     """Name to value; recalls and accuracies are shares, 0 to 1."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Name to rows, each a dictionary that JSON can hold."""
+    chance: dict[str, float] = field(default_factory=dict)
+    """By metric, what guessing scores, where that says anything."""
 
 
 class Encode(Protocol):

@@ -1,5 +1,7 @@
 """Retrieval in both directions, with any number of captions an image."""
 
+import math
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -77,7 +79,32 @@ def retrieval(
         metrics[f"{direction}/median_rank"] = rank.quantile(0.5).item()
     metrics |= {"images": float(len(image)), "captions": float(len(text))}
     metrics["mean_recall"] = sum(recalls) / len(recalls)
-    return Result(metrics)
+    counts = len(image), len(text)
+    guesses = {f"{d}/R@{k}": chance(*counts, k, d) for d in ranks for k in RECALLS}
+    return Result(metrics, chance=guesses | {"mean_recall": mean_chance(*counts)})
+
+
+def chance(images: float, captions: float, k: int, direction: str = "text_to_image") -> float:
+    """Expected recall at k of random guessing; nan where nothing says how many images there are.
+
+    A caption finds its one image with k / images. An image misses all its m = captions / images
+    captions with the product of (captions - m - j) / (captions - j) over the k guesses j.
+    """
+    if not images > 0:
+        return math.nan
+    if k >= images:
+        return 1.0
+    if direction == "text_to_image" or not captions >= images:
+        return k / images
+    m = captions / images
+    return 1 - math.prod((captions - m - j) / (captions - j) for j in range(k))
+
+
+def mean_chance(images: float, captions: float) -> float:
+    """The `mean_recall` of random guessing."""
+    directions = ("image_to_text", "text_to_image")
+    values = [chance(images, captions, k, d) for d in directions for k in RECALLS]
+    return sum(values) / len(values)
 
 
 def _require_pairs(image: Tensor, text: Tensor, owner: Tensor) -> None:

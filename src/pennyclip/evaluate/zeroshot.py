@@ -189,4 +189,6 @@ def _score(
         for (label, other), count in pairs.most_common(CONFUSIONS)
     ]
     tables = {"classes": per_class, "confusions": confusions, "unreadable": unreadable}
-    return Result(metrics, tables)
+    hits_of = {"top1": 1, "top5": 5, "mean_per_class": 1}
+    chance = {name: n / len(titles) for name, n in hits_of.items() if name in metrics}
+    return Result(metrics, tables, chance)

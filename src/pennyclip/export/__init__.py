@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from pennyclip.errors import RequestError
 from pennyclip.export import hf, onnx, open_clip
 from pennyclip.export.card import card
 from pennyclip.export.written import Source, Written
-from pennyclip.report.run import read_run
+from pennyclip.report.run import Run, read_run
 
 EXPORTS: dict[str, Callable[[Source, Path], Written]] = {
     "open_clip": open_clip.write,
@@ -61,19 +61,35 @@ def export(run: Path, to: str, out: Path, checkpoint: str = "best") -> Exported:
     model = load_model(chosen)
     with replacing(out) as folder:
         folder.mkdir()
-        written = EXPORTS[to](Source(model, chosen.path), folder)
         parents = chosen.path.absolute().parents
         home = parents[1] if (parents[1] / "metrics.jsonl").is_file() else None
+        run_read = read_run(home) if home is not None else None
+        written = EXPORTS[to](Source(model, chosen.path), folder)
+        written = replace(written, notes=(*_warnings(run_read, chosen.step), *written.notes))
         text = card(
             home.name if home is not None else chosen.path.name,
             model.config,
             chosen.step,
-            read_run(home) if home is not None else None,
+            run_read,
             written,
         )
         (folder / "README.md").write_text(text, encoding="utf-8")
         write_json(folder / RECORD, {"request": request, "written": asdict(written)})
     return _finished(out, request)
+
+
+def _warnings(run: Run | None, step: int) -> list[str]:
+    """What makes a checkpoint less than a finished, measured model."""
+    if run is None:
+        return []
+    state, words = run.state
+    found = [] if state == "done" else [f"warning: the run is not finished: {words}"]
+    if not any(record["step"] == step for record in run.evaluations):
+        found.append(
+            f"warning: the checkpoint of step {step} was never evaluated: pennyclip eval "
+            "retrieval RUN --data DATASET"
+        )
+    return found
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:

@@ -1,16 +1,24 @@
 """The model card: what whoever finds the folder must know to use the model, and to trust it."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any
 
-from pennyclip.config import Model, TransformersText
+from pennyclip.config import Config, Model, TransformersText
+from pennyclip.config_file import from_tree
+from pennyclip.errors import RequestError
 from pennyclip.export.written import Written
 from pennyclip.report.run import Run
 from pennyclip.report.words import duration, flat, plain
 from pennyclip.weights.build import text_weights
+from pennyclip.weights.packages import packaged
 
 FILL = "TO FILL"
+ALWAYS = ("batch_size", "loss", "precision", "seed", "name", "lr")
+"""Keys that the card shows also where they are defaults. Chosen: what a recipe is known by."""
 
 
 def card(title: str, model: Model, step: int, run: Run | None, written: Written) -> str:
@@ -54,7 +62,7 @@ def card(title: str, model: Model, step: int, run: Run | None, written: Written)
         f"- Licence of this model: {FILL}\n"
         f"- Licence of the training data: {FILL}\n"
         + "".join(
-            f"- Licence of {_name(s)} (the {t} started from it): {FILL}\n"
+            f"- Licence of {_name(s)} (the {t} started from it): {_licence(s)}\n"
             for t, _, s in starts
             if s
         )
@@ -72,6 +80,21 @@ def _name(reference: str) -> str:
     """A reference to weights without the folders of the machine."""
     known = reference.startswith(("package:", "hub:"))
     return reference if known else "/".join(Path(reference).parts[-2:]).lstrip("/")
+
+
+def _licence(reference: str) -> str:
+    """As the package of the weights states it."""
+    try:
+        package = packaged(reference)
+        if package is None:
+            return FILL
+        about = metadata(package.distribution).json
+    except (PackageNotFoundError, RequestError):  # removed since, or no longer known
+        return FILL
+    stated = str(about.get("license_expression") or about.get("license") or "")
+    if "\n" in stated or stated.upper() in ("", "UNKNOWN"):
+        return FILL
+    return f"{stated} (stated by the package {package.distribution})"
 
 
 def _data(run: Run | None) -> str:
@@ -108,7 +131,11 @@ def _cost(run: Run | None, step: int) -> str:
     if run is None or not run.records:
         return "Not recorded."
     samples = run.last_train.get("samples")
-    lines = [f"- {run.seconds:.0f} seconds ({duration(run.seconds)}) for the whole run"]
+    lines = [
+        f"- {run.seconds:.0f} seconds ({duration(run.seconds)}) for the whole run, "
+        f"{run.update_seconds:.0f} of them in updates; features of frozen layers that lay there "
+        "already took none"
+    ]
     lines += [f"- {step:,} updates up to this checkpoint, {run.steps:,} in the run"]
     lines += [f"- {plain(samples)} samples seen in the run"] if samples is not None else []
     about = {"device": run.start.get("device"), **(run.start.get("machine") or {})}
@@ -122,10 +149,37 @@ def _recipe(request: dict[str, Any]) -> str:
         return "Not recorded."
     rows = [
         f"| {name} | {_name(value) if _is_path(value) else plain(value)} |"
-        for name, value in flat(request)
+        for name, value in flat(_changed(request))
         if name != "data"
     ]
-    return "| key | value |\n|---|---|\n" + "\n".join(rows)
+    header = (
+        "The main keys, and what differs from the defaults of pennyclip "
+        f"{version('pennyclip')}:\n\n"
+    )
+    return header + "| key | value |\n|---|---|\n" + "\n".join(rows)
+
+
+def _changed(request: dict[str, Any]) -> dict[str, Any]:
+    """A request without what is a default; whole where it is of another version's keys."""
+    try:
+        return dict(_own(from_tree(Config, request, "config.toml")))
+    except RequestError:
+        return request
+
+
+def _own(config: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a configuration that are no default, tables by their own keys."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if is_dataclass(value):
+            yield item.name, dict(_own(value))
+        elif value is None or (value == default and item.name not in ALWAYS):
+            continue
+        elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+            yield item.name, [dict(_own(part)) for part in value]
+        else:
+            yield item.name, value
 
 
 def _is_path(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """What a CLIP thinks of a dataset's pairs: embeddings computed once, and cosines made from them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from pennyclip.atomic import replacing
+from pennyclip.checkpoint import Checkpoint
+from pennyclip.config_file import read_toml
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import I64
 from pennyclip.data.tokens import TokenStore
@@ -28,6 +31,7 @@ class Scorer:
     images: Embeddings
     texts: Embeddings
     device: torch.device
+    checkpoint: Checkpoint
 
     @classmethod
     def open(cls, dataset: Dataset, model: str, checkpoint: str, progress: Progress) -> "Scorer":
@@ -39,6 +43,7 @@ class Scorer:
             image_embeddings(encoder.model, dataset, CHUNK, progress),
             text_embeddings(encoder.model, dataset, tokens, CHUNK, progress),
             encoder.device,
+            encoder.checkpoint,
         )
 
     @property
@@ -67,6 +72,23 @@ class Scorer:
         starts = self.dataset.caption_starts
         means = np.add.reduceat(self.captions(), starts[:-1]) / np.diff(starts)
         return means.astype(np.float32)
+
+    def seen(self) -> I64:
+        """The dataset's rows that the model was trained on, as far as its run's folder says.
+
+        Rows keep their numbers when sources are appended, so the dataset is known by its place
+        as well as by its fingerprint.
+        """
+        none = np.empty(0, np.int64)
+        meta, config = self.checkpoint.path / "meta.json", self.checkpoint.path.parents[1]
+        if not meta.is_file() or not (config / "config.toml").is_file():
+            return none
+        request = read_toml(config / "config.toml")
+        same = self.checkpoint.meta.get("dataset") == self.dataset.fingerprint
+        if not same and Path(request.data or "").resolve() != self.dataset.path.resolve():
+            return none
+        there = request.subset in self.dataset.subsets()
+        return self.dataset.subset(request.subset) if there else none
 
     def distinct(
         self, rows: I64, limit: float, progress: Progress

@@ -130,9 +130,17 @@ def filter_dataset(
     for rule, mask in rules.masks(dataset):
         rows = left(rule, rows[mask[rows]])
     drawn = Drawn()
+    notes = []
     ranked = rows  # the preferred ones first
     if scorer is not None:
         scores = scorer.rows()
+        seen = int(np.isin(rows, scorer.seen()).sum())
+        if seen:
+            notes.append(
+                f"warning: the model was trained on {seen:,} of these {len(rows):,} rows. What it "
+                "has learnt by heart scores high, right or wrong: score each half by a model "
+                "trained on the other (docs/filter.md)"
+            )
         ranked = rows[np.argsort(-scores[rows], kind="stable")]
         before = ranked
         if keep is not None:
@@ -151,7 +159,7 @@ def filter_dataset(
         rows = left(
             f"at most {max_repeats} of one group", ranked[first_of_each(groups, max_repeats)]
         )
-    notes = _held_out(dataset, rows)
+    notes += _held_out(dataset, rows)
     return _write(dataset, name, request, np.sort(rows), steps, notes, drawn)
 
 
@@ -249,7 +257,7 @@ def _write(
     file = dataset.path / "keep" / f"{name}.parquet"
     page = file.with_suffix(".html")
     result = Filtered(name, len(rows), str(file), str(page), steps, notes, already_done=False)
-    write_filter_page(dataset, name, steps, drawn, page)
+    write_filter_page(dataset, name, steps, drawn, page, notes)
     tree = {"request": request, "result": asdict(result)}
     write_text(file.with_suffix(".json"), json.dumps(tree, indent=1) + "\n")
     with replacing(file) as partial:  # the last: a subset that is there is whole

@@ -15,8 +15,8 @@ from pennyclip.errors import RequestError
 from pennyclip.model.clip import CLIP
 
 SHOWN = 8  # parameters that an error message lists. chosen: a screen
-Score = Callable[[CLIP], float]
-"""What a model is worth on a task, larger is better."""
+Score = Callable[[CLIP], tuple[float, int]]
+"""What a model is worth on a task, a share of 1, larger is better; and on how many pictures."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Point:
     """0: the start, 1: the end."""
     task: float
     reference: float
+    one_picture: float = 0.0
+    """What one picture, of the task with the fewer, moves the mean by at most."""
 
     @property
     def mean(self) -> float:
@@ -85,15 +87,20 @@ def sweep(
     model = copy.deepcopy(end).eval()
     for alpha in alphas:
         model.load_state_dict(interpolate(start.state_dict(), end.state_dict(), alpha))
-        yield Point(alpha, score_task(model), score_reference(model))
+        (task, pictures), (reference, others) = score_task(model), score_reference(model)
+        yield Point(alpha, task, reference, one_picture=1 / min(pictures, others) / 2)
 
 
-RULE = "the largest mean of the two scores, the smaller alpha among equals"
+RULE = (
+    "the smallest alpha whose mean of the two scores is within what one picture moves it by of "
+    "the largest mean"
+)
 
 
 def choose_point(points: Sequence[Point]) -> Point:
     """The point that RULE chooses. (Ours; the paper takes 0.5 where nothing can be measured.)"""
-    return max(points, key=lambda p: (p.mean, -p.alpha))
+    best = max(point.mean for point in points)
+    return min((p for p in points if best - p.mean <= p.one_picture), key=lambda p: p.alpha)
 
 
 def heading() -> str:

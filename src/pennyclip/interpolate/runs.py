@@ -57,6 +57,11 @@ class Interpolated:
     def __str__(self) -> str:
         lines = [heading()] if self.points else []
         lines += [row(p) + "  written" * (p.alpha == self.alpha) for p in self.points]
+        if self.points:
+            step, means = self.points[0].one_picture, [p.mean for p in self.points]
+            lines.append(f"one picture moves the mean by up to {step:.4f}")
+            if max(means) - min(means) <= step:
+                lines.append("so none of these models is better than another: take more pictures")
         lines += [*self.notes, f"{self.path}: the model at alpha {self.alpha:g}, {self.why}"]
         return "\n".join(lines)
 
@@ -106,12 +111,13 @@ def interpolate_run(
         return _finished(out, request)
 
     points: list[Point] = []
+    line = sorted(set(alphas))
     if measured:
         on_task, on_reference = (score(one, chosen, end) for one in (task, reference))
-        print(heading(), file=sys.stderr)
-        for point in sweep(begin, end, on_task, on_reference, sorted(set(alphas))):
+        for point in sweep(begin, end, on_task, on_reference, line):
             points.append(point)
-            print(row(point), file=sys.stderr, flush=True)
+            done = f"{len(points)} of {len(line)}"
+            print(f"alpha {point.alpha:g} scored, {done}", file=sys.stderr, flush=True)
     found = choose_point(points).alpha if alpha is None else alpha
     end.load_state_dict(interpolate(begin.state_dict(), end.state_dict(), found))
     record = {
@@ -158,7 +164,7 @@ def start_of(run: Path) -> CLIP:
 
 
 def score(task: Task, checkpoint: Checkpoint, like: CLIP) -> Score:
-    """What models are worth on a task, as shares of 1: mean recall, or top-1.
+    """What models are worth on a task, as shares of 1: mean recall, or top-1; on how many pictures.
 
     Args:
         checkpoint: holds the models' tokenizer.
@@ -173,18 +179,19 @@ def score(task: Task, checkpoint: Checkpoint, like: CLIP) -> Score:
         dataset = Dataset(task.data)
         rows, tokens = dataset.subset(task.split), TokenStore.open(dataset, tokenizer)
 
-        def mean_recall(model: CLIP) -> float:
+        def mean_recall(model: CLIP) -> tuple[float, int]:
             embedded = embed_rows(model.to(device), dataset, tokens, rows, CHUNK)
             found = retrieval(embedded.image, embedded.text, embedded.owner)
-            return found.metrics["mean_recall"]
+            return found.metrics["mean_recall"], len(rows)
 
         return mean_recall
     assert task.images is not None, "_check has refused a task without either"
     images, names = task.images, read_names(task.classes) if task.classes is not None else None
 
-    def top1(model: CLIP) -> float:
+    def top1(model: CLIP) -> tuple[float, int]:
         encoder = Encoder(model.to(device), tokenizer, checkpoint)
-        return zeroshot(encoder, images, names).metrics["top1"]
+        metrics = zeroshot(encoder, images, names).metrics
+        return metrics["top1"], int(metrics["images"])
 
     return top1
 

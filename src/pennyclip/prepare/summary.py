@@ -70,6 +70,11 @@ class Summary:
         if self.stale_filters:
             names = ", ".join(self.stale_filters)
             lines.append(f"  warning   made before the last append, without its rows: {names}")
+        if not any(count for name, count in self.splits.items() if name != "train"):
+            lines.append(
+                "  warning   nothing is held out: too few pairs for a dev or val split, so nothing "
+                "will say how good a model is"
+            )
         if "train" not in self.splits:
             lines.append("  warning   no row is left to train on: the sources bring other splits")
         if refused:

@@ -38,8 +38,9 @@ def write_comparison(runs: Sequence[Path], out: Path) -> Path:
 
 def _table(names: list[str], runs: list[Run]) -> Html:
     rows = []
+    shared = _shared_split(runs)
     for name, run in zip(names, runs, strict=True):
-        final = run.final
+        final = run.on(shared) if shared else run.final
         scores = [recall(final, direction, k) for direction in DIRECTIONS for k in (1, 10)]
         rows.append(
             (
@@ -50,16 +51,40 @@ def _table(names: list[str], runs: list[Run]) -> Html:
                 *("–" if math.isnan(score) else percent(score) for score in scores),
                 f"{run.steps:,}",
                 plain(run.last_train.get("samples", "–")),
+                duration(run.update_seconds),
                 duration(run.seconds),
             )
         )
     recalls = [f"{WORDS[direction]} R@{k}" for direction in DIRECTIONS for k in (1, 10)]
-    header = ("run", "state", "split", "best step", *recalls, "steps", "pairs seen", "time")
-    explanation = note(
-        "Recall of each run’s best checkpoint, on held-out data where it was evaluated there. "
-        "Compare only scores of the same split."
+    header = (
+        "run",
+        "state",
+        "split",
+        "best step",
+        *recalls,
+        "steps",
+        "pairs seen",
+        "updates",
+        "in all",
     )
-    return section("results", "Results", explanation, table(header, rows, numbers=8))
+    explanation = note(
+        f"Recall of each run’s best checkpoint on “{shared}”, which all were evaluated on. "
+        if shared
+        else "No split is common to all of them, so recalls of different rows must not be "
+        "compared. Evaluate all on one: pennyclip eval retrieval RUN --data DATASET --split val. ",
+        "Time: “updates” is training alone, “in all” also evaluations, saves and the features of "
+        "frozen layers, which are computed once for a dataset: a run that found those of another "
+        "spent none.",
+    )
+    return section("results", "Results", explanation, table(header, rows, numbers=9))
+
+
+def _shared_split(runs: Sequence[Run]) -> str | None:
+    """The split that all runs were evaluated on; rather one that chose no checkpoint."""
+    order = dict.fromkeys(str(r.get("split")) for run in runs for r in run.retrievals)
+    shared = [split for split in order if all(run.on(split) for run in runs)]
+    chose = {run.choosing_split for run in runs}
+    return min(shared, key=lambda split: split in chose, default=None)
 
 
 def _curves(names: list[str], runs: list[Run]) -> Html:

@@ -5,7 +5,7 @@ from typing import Any
 from pennyclip.report.markup import Html, join, note, pairs, section, table, tag
 from pennyclip.report.run import Run, timeline
 from pennyclip.report.words import flat, number, percent, plain
-from pennyclip.telemetry.events import REMEDIES
+from pennyclip.telemetry.events import remedy
 
 COUNTS = {
     "inputs": "pictures found",
@@ -22,7 +22,8 @@ def events(run: Run) -> Html:
     rows, told = [], set[str]()
     for step, name, message, evidence in timeline(run):
         facts = ", ".join(f"{key} {plain(value)}" for key, value in flat(evidence)) or None
-        do = None if name in told else REMEDIES.get(name)
+        event = {"name": name, "step": step, **evidence}
+        do = None if name in told else remedy(event, run.path)
         told.add(name)
         rows.append(
             (

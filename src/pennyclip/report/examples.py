@@ -42,7 +42,10 @@ def examples(run: Run) -> Html:
     items = data.get("items") or []
     title = "What the model sees"
     if not items:
-        missing = "No pictures yet: they are written once the run has evaluated a checkpoint."
+        missing = (
+            "No pictures yet: they are written by "
+            f"pennyclip eval retrieval {run.path} --data {run.data or 'DATASET'}"
+        )
         return section("examples", title, note(missing))
     first = sum(number(item.get("rank")) == 1 for item in items)
     near = sum(number(item.get("rank")) <= GOOD_RANK for item in items)

@@ -1,5 +1,6 @@
 """The page of a filter: what each rule dropped, the scores, and pairs to look at."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,18 @@ class Drawn:
 
 
 def write_filter_page(
-    dataset: Dataset, name: str, steps: list[dict[str, Any]], drawn: Drawn, out: Path
+    dataset: Dataset,
+    name: str,
+    steps: list[dict[str, Any]],
+    drawn: Drawn,
+    out: Path,
+    notes: Sequence[str] = (),
 ) -> Path:
     """Write the page of one filter.
 
     Args:
         steps: each rule in words, how many rows it dropped (None: it is the start) and left.
+        notes: warnings, shown first.
     """
     first, last = steps[0]["left"], steps[-1]["left"]
     head = tag(
@@ -54,7 +61,7 @@ def write_filter_page(
         for step in steps
     ]  # fmt: skip
     rules = section("rules", "Rules", table(("rule", "dropped", "left", "share"), rows, 3))
-    sections = [head, rules]
+    sections = [head, *map(note, notes), rules]
     if len(drawn.rows):
         sections += [_scores(drawn), *_pairs(dataset, drawn)]
     if drawn.twins:

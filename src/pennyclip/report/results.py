@@ -28,6 +28,9 @@ def headline(run: Run) -> Html:
         tag("h1", run.name, tag("span", words, class_=f"state {state}")),
         tag("p", summary(run), class_="lead"),
         tag("div", *_cards(run), class_="cards"),
+        tag("p", f"Go on with: pennyclip train --resume {run.path}", class_="problem")
+        if state == "stopped"
+        else None,
         *(tag("p", problem, class_="problem") for problem in run.problems),
     )
 

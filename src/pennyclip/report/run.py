@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from pennyclip.errors import RequestError
+from pennyclip.evaluate.retrieval import chance as guessing
 from pennyclip.report.words import duration, number
 from pennyclip.telemetry.metrics import Record, read_metrics
 
@@ -111,10 +112,15 @@ class Run:
     def final(self) -> Record:
         """The evaluation for the headline: held-out where there is one, else the best so far."""
         held_out = [r for r in self.retrievals if r.get("split") != self.choosing_split]
-        if held_out:
-            best = [record for record in held_out if record.get("checkpoint") == "best"]
-            return (best or held_out)[-1]
-        return next((r for r in self.choosing if r["step"] == self.best_step), {})
+        return self.on(held_out[-1]["split"] if held_out else self.choosing_split)
+
+    def on(self, split: str) -> Record:
+        """The evaluation on a split, of the best checkpoint where there is one; else empty."""
+        if split == self.choosing_split:
+            return next((r for r in self.choosing if r["step"] == self.best_step), {})
+        found = [record for record in self.retrievals if record.get("split") == split]
+        best = [record for record in found if record.get("checkpoint") == "best"]
+        return (best or found or [{}])[-1]
 
     @property
     def parts(self) -> list[list[Record]]:
@@ -131,6 +137,19 @@ class Run:
     def seconds(self) -> float:
         """Wall-clock time over all processes; of one that was killed, up to its last record."""
         return sum(part_seconds(part) for part in self.parts)
+
+    @property
+    def update_seconds(self) -> float:
+        """Of `seconds`, what went into updates; the rest: evaluations, saves, stored features."""
+        batch, total = number(self.config.get("batch_size")), 0.0
+        for part in self.parts:
+            step = part[0]["step"]
+            for record in part:
+                rate = number(record.get("samples_per_second"))
+                if record["kind"] == "train" and rate > 0:
+                    total += (record["step"] - step) * batch / rate
+                    step = record["step"]
+        return total
 
     @property
     def state(self) -> tuple[str, str]:
@@ -209,21 +228,11 @@ def count(record: Record, name: str) -> float:
 
 
 def chance(run: Run, record: Record, k: int, direction: str = "text_to_image") -> float:
-    """Expected recall of random guessing; nan where nothing says how many images there are.
-
-    A caption finds its one image with k / images. An image misses all its m = captions / images
-    captions with the product of (captions - m - j) / (captions - j) over the k guesses j.
-    """
+    """Expected recall of random guessing; nan where nothing says how many images there are."""
     images = count(record, "images")
     if not images > 0:
         images = run.subsets.get(str(record.get("split")), math.nan)
-    if not images > k:
-        return math.nan
-    captions = count(record, "captions")
-    if direction == "text_to_image" or not captions >= images:
-        return k / images
-    m = captions / images
-    return 1 - math.prod((captions - m - j) / (captions - j) for j in range(k))
+    return guessing(images, count(record, "captions"), k, direction) if images > k else math.nan
 
 
 def timeline(run: Run) -> list[tuple[int, str, str, dict[str, Any]]]:

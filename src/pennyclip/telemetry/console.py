@@ -6,6 +6,7 @@ All on standard error; standard output belongs to results.
 import math
 import sys
 import time
+from collections.abc import Sequence
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -28,6 +29,7 @@ class Console:
         self._total, self._start, self._quiet = total_steps, start_step, quiet
         self._began = self._spoke = time.monotonic()
         self._done = start_step
+        self._end, self._stage = total_steps, ""
         self._bar: Progress | None = None
         if not quiet and sys.stderr.isatty():
             self._bar = Progress(
@@ -40,6 +42,18 @@ class Console:
             )
             self._task = self._bar.add_task("", total=total_steps, completed=start_step)
             self._bar.start()
+
+    def enter_stage(self, number: int, ends: Sequence[int]) -> None:
+        """From here on, updates cost what this stage's do: time is told up to its end.
+
+        Args:
+            number: of the stage, from 0.
+            ends: updates made when each stage has ended.
+        """
+        self._start, self._began = self._done, time.monotonic()
+        self._end = ends[number]
+        later = number + 1 < len(ends)
+        self._stage = f" of stage {number + 1} of {len(ends)}, later ones unknown" if later else ""
 
     def update(self, step: int, record: Record) -> None:
         """Show a `train` record, made when `step` updates of the run were done."""
@@ -78,12 +92,12 @@ class Console:
             self._bar = None
 
     def _remaining(self, step: int) -> str:
-        """Hours, minutes and seconds to the end, at this start's mean rate."""
+        """Hours, minutes and seconds to the stage's end, at its mean rate in this start."""
         if step <= self._start:
             return "?"
         elapsed = time.monotonic() - self._began
-        seconds = round((self._total - step) * elapsed / (step - self._start))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        seconds = round((self._end - step) * elapsed / (step - self._start))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}{self._stage}"
 
     @staticmethod
     def _print(line: str) -> None:

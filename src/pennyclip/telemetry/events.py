@@ -1,5 +1,10 @@
 """The events that a run may write, and what to do about each. Imports no torch."""
 
+import shlex
+from pathlib import Path
+
+from pennyclip.telemetry.metrics import Record
+
 REPLAY = "look at the batch: pennyclip doctor RUN --replay STEP"
 
 REMEDIES = {
@@ -16,9 +21,11 @@ REMEDIES = {
     "logits; a lower optim.temperature.lr.",
     "no gradient": "Find where the tower's graph is cut or multiplied by 0; if it is meant to stay "
     "as it is, freeze it in the recipe.",
+    "embeddings alike": "A lower optim.lr, or a longer optim.warmup_share; a smaller batch wants a "
+    "lower rate than its recipe's.",
     "rate reduced": "The next run: a lower optim.lr (pennyclip bench rate finds one), or a longer "
     "warm-up.",
-    "rolled back": "The batch named by 'since' was the first that was not well: " + REPLAY + ".",
+    "rolled back": "Batch STEP was the first that was not well: " + REPLAY + ".",
     "stopped": "Where the cause is in the request: a new run with the changed key and "
     "--init RUN, which starts from RUN's best checkpoint; --init RUN/checkpoints/step_N names "
     "another. Where it lies outside (disk, data) and is mended: pennyclip train --resume RUN.",
@@ -28,4 +35,11 @@ REMEDIES = {
     "not compiled": "Nothing; without compile, the next run saves the trial.",
     "unreadable record": "Check the disk: a line of metrics.jsonl was damaged.",
 }
-"""By the event's name."""
+"""By the event's name, for any RUN and STEP."""
+
+
+def remedy(event: Record, run: Path) -> str:
+    """What to do about an event, with commands that can be pasted; empty for an unknown one."""
+    step = str(event.get("since", event["step"]))
+    text = REMEDIES.get(str(event.get("name")), "")
+    return text.replace("STEP", step).replace("RUN", shlex.quote(str(run)))

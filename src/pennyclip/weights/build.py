@@ -26,8 +26,9 @@ def text_folder(config: Model) -> Path | None:
     None: CLIP's own tower with CLIP's own tokenizer.
     """
     if isinstance(config.text, TransformersText):
-        return locate(config.text.name)
-    return locate(config.text.tokenizer) if config.text.tokenizer else None
+        return locate(config.text.name, "model.text.name")
+    tokenizer = config.text.tokenizer
+    return locate(tokenizer, "model.text.tokenizer") if tokenizer else None
 
 
 def text_weights(config: Model) -> str | None:
@@ -61,9 +62,13 @@ def build(
     torch.manual_seed(seed)
     image_reference, text_reference = config.image.weights, text_weights(config)
     files: dict[str, tuple[WeightsFile, Statements]] = {}
-    for reference in (image_reference, text_reference):
+    text_key = "name" if config.text.weights is None else "weights"
+    for reference, key in (
+        (image_reference, "model.image.weights"),
+        (text_reference, f"model.text.{text_key}"),
+    ):
         if reference is not None and reference not in files:
-            file = read_weights(locate(reference))
+            file = read_weights(locate(reference, key))
             if reference == getattr(config.text, "name", None):
                 file = replace(file, name=f"{reference}/{file.path.name}")
             files[reference] = (file, read_statements(file))

@@ -84,8 +84,12 @@ def packaged(reference: str) -> Packaged | None:
     return PACKAGES[name]
 
 
-def locate(reference: str) -> Path:
+def locate(reference: str, key: str = "") -> Path:
     """The file or folder that a recipe's reference stands for.
+
+    Args:
+        reference: a path, `package:NAME` or `hub:org/name`.
+        key: of the recipe that holds it, for messages.
 
     Raises:
         RequestError: the package is not installed, the hub cannot be reached, or nothing lies at
@@ -100,7 +104,7 @@ def locate(reference: str) -> Path:
                 "not installed. Install it with: pip install 'pennyclip[demo]'"
             ) from error
     if reference.startswith("hub:"):
-        return _from_hub(reference.removeprefix("hub:"))
+        return _from_hub(reference.removeprefix("hub:"), key)
     path = Path(reference)
     if not path.exists():
         raise RequestError(
@@ -109,7 +113,7 @@ def locate(reference: str) -> Path:
     return path
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, key: str) -> Path:
     """A model of the Hugging Face hub, as a folder in its cache: one set of weights, and texts."""
     try:
         import huggingface_hub as hub
@@ -120,7 +124,8 @@ def _from_hub(name: str) -> Path:
         ) from error
     small = ["*.json", "*.txt", "*.model"]
     try:
-        held = set(hub.list_repo_files(name))
+        # Unlike list_repo_files, it says at once that there is no network.
+        held = {file.rfilename for file in hub.model_info(name).siblings or ()}
         weights = next((item for item in NAMES if item in held), None)
         stem = "" if weights is None else weights.removesuffix(".index.json")
         wanted = [stem, f"{Path(stem).stem}-*-of-*{Path(stem).suffix}"] if stem else []
@@ -129,7 +134,8 @@ def _from_hub(name: str) -> Path:
         try:  # what an earlier run fetched
             return Path(hub.snapshot_download(name, local_files_only=True))
         except Exception:
+            give = f"set --{key} to" if key else "give"
             raise RequestError(
                 f"hub:{name} could not be fetched ({type(error).__name__}: {error}). Without a "
-                "network, give the path of a folder that was copied from the hub."
+                f"network, {give} the path of a folder that was copied from the hub."
             ) from error

@@ -189,6 +189,9 @@ def list_rows(
         except ValueError as error:
             items.append(Reject(key, origin, f"bad row: {error}"))
             continue
+        if not any(caption is not None and caption.strip() for caption in captions):
+            items.append(Reject(key, origin, "no caption: it has none, or only white space"))
+            continue
         own_split = _split(row.get("split"), path, line) or split
         group = str(row["group"]) if row.get("group") not in (None, "") else None
         item = known.get((key, own_split, group)) if cell is None else None
