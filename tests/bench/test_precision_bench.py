@@ -1,12 +1,14 @@
 """`bench precision`: the tables, and what 16 bits do to each module."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import pennyclip.train as module_train
 from pennyclip.bench import module_errors, precision
 from pennyclip.bench.batch_size import MIB, BatchSizes, Size
 from pennyclip.bench.module_errors import measure_module_errors
@@ -164,3 +166,26 @@ def test_unknown_and_missing_precisions_are_refused(
         command = ["bench", "precision", str(tmp_path / "recipe.toml"), "--among", name]
         assert main(command) == 2
         assert message in capsys.readouterr().err
+
+
+def test_fp16_must_be_asked_for_on_a_cpu() -> None:
+    names = precision._names((), torch.device("cpu"))
+    assert names == ["fp32", "bf16", "pure-bf16", precision.ROUNDED]
+    assert precision._names(("fp16",), torch.device("cpu")) == ["fp16"]
+
+
+def test_a_signal_stops_all_of_it(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that gets it stops as runs do; the next precision must not begin."""
+    read = module_train.Meter.read
+
+    def interrupted(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return read(*args)
+
+    monkeypatch.setattr(module_train.Meter, "read", interrupted)
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe(small_dataset)))
+    command = ["bench", "precision", str(tmp_path / "recipe.toml"), "--among", "fp32", "bf16"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 130
+    assert [run.name for run in (tmp_path / "out").iterdir()] == ["fp32"]

@@ -43,7 +43,8 @@ class Precision:
     errors: bool = False
     """Compare each module with float32, in the recipe's precision, on one real batch."""
     among: tuple[str, ...] = ()
-    """Which ones, such as fp32 bf16 pure-bf16-stochastic; unset: all that the device has."""
+    """Which ones, such as fp32 bf16 pure-bf16-stochastic; unset: all that the device has, on CPUs
+    not the slow fp16."""
     stage: int | None = None
     """Which stage of the recipe, from 1; unset: the first, for errors the last."""
     epochs: float = 1.0

@@ -9,6 +9,7 @@ take and the largest batch that fits (`bench batch-size`, a process of its own).
 import math
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,8 @@ def measure_precisions(
 
     Args:
         config: with its data.
-        among: names of CANDIDATES; none: all that the device has.
+        among: names of CANDIDATES; none: all that the device has, on CPUs without those in
+            float16, which is emulated there (an update of a small model can take a minute).
         stage: from 1; None: the first.
         epochs: length of each run.
         up_to: largest batch to try; None: four times the recipe's.
@@ -161,6 +163,7 @@ def measure_precisions(
 
     Raises:
         RequestError: there is no such precision, or the recipe could not be trained as it stands.
+        KeyboardInterrupt: a signal stopped one of the runs.
     """
     number = stage_number(config, stage, 0)
     device = run_device()
@@ -203,11 +206,11 @@ def _names(among: tuple[str, ...], device: torch.device) -> list[str]:
         return list(dict.fromkeys(among))
     names = []
     for name, precision in CANDIDATES.items():
-        try:
-            choose(precision, device, 0)
-        except RequestError:
+        if device.type == "cpu" and precision in ("fp16", "pure-fp16"):
             continue
-        names.append(name)
+        with suppress(RequestError):
+            choose(precision, device, 0)
+            names.append(name)
     return names
 
 
@@ -229,7 +232,8 @@ def _memory(row: Row, sizes: BatchSizes, batch_size: int, most: int) -> Row:
 
 def _run(row: Row, config: Config, out: Path, first: Row | None) -> tuple[Row, int]:
     """Train, and read what came of it."""
-    train(config, out, quiet=True)
+    if train(config, out, quiet=True).exit_code:
+        raise KeyboardInterrupt  # the run took the signal as its own, and has saved and stopped
     records = read_metrics(out / "metrics.jsonl")
     updates = [r for r in records if r["kind"] == "train"]
     scores = [
