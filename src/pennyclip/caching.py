@@ -41,6 +41,7 @@ class GradientCache:
         *,
         micro_batch: int,
         seed: int,
+        rank: int = 0,
     ) -> None:
         """Embed a batch piece by piece.
 
@@ -50,9 +51,11 @@ class GradientCache:
             keep: the patches that each of its images keeps; None: all.
             micro_batch: pairs in a piece; the last may be smaller.
             seed: of all that is drawn in this update.
+            rank: of this process: as many ranks before have a batch of as many pieces.
         """
         self._towers, self._batch, self._keep, self._seed = towers, batch, keep, seed
         starts = range(0, len(batch.rows), micro_batch)
+        self._before = rank * len(starts)
         self._pieces = [slice(start, start + micro_batch) for start in starts]
         with torch.no_grad():
             image, text = (
@@ -74,7 +77,7 @@ class GradientCache:
 
     def _run(self, tower: int, number: int) -> Float[Tensor, "b D"]:
         at = self._pieces[number]
-        torch.manual_seed(micro_seed(self._seed, number, tower))
+        torch.manual_seed(micro_seed(self._seed, self._before + number, tower))
         keep = None if self._keep is None else self._keep[at]
         return self._towers[tower](rows_of(self._batch, at), keep)
 
@@ -92,7 +95,7 @@ def micro_seed(seed: int, number: int, tower: int) -> int:
 
     Args:
         seed: of the update.
-        number: of the micro-batch in its batch.
+        number: of the micro-batch in its batch, of all ranks.
     """
     return int(mix(np.array([seed + 2 * number + tower], np.uint64))[0] >> np.uint64(1))
 
@@ -107,6 +110,21 @@ def learning_batch_norms(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
+
+
+def check_ranks(model: nn.Module, count: int) -> None:
+    """Refuse a model that would become another one on each of several ranks.
+
+    Raises:
+        RequestError: a BatchNorm is in training mode.
+    """
+    norms = learning_batch_norms(model)
+    if norms:
+        raise RequestError(
+            f"{len(norms)} BatchNorm layers ({norms[0]}, ...) take their statistics from the "
+            f"batch, and each of {count} ranks has a part of it. Start from weights, whose stored "
+            "statistics are then used; or take a tower without BatchNorm; or train in one process."
+        )
 
 
 def check_cacheable(model: nn.Module, config: Config) -> None:

@@ -9,21 +9,28 @@ from torch import Tensor, nn
 from pennyclip.data.loader import Batch
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating
+from pennyclip.parallel import Ranks
 
 
 def find(
-    model: CLIP, seen: dict[str, Tensor], batch: Batch, forward: Callable[[slice], object]
+    model: CLIP,
+    seen: dict[str, Tensor],
+    batch: Batch,
+    forward: Callable[[slice], object],
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Name the first tensor that is not finite after a forward and a backward pass.
 
     Args:
-        model: with its gradients.
+        model: with its gradients, summed over ranks.
         seen: the embeddings of images and texts, then the loss.
         batch: what they were computed from.
         forward: computes the embeddings of some of its rows again.
+        ranks: among which the batch is a part; None: it is whole.
 
     Returns:
-        `tensor`, and `rows`: those whose embeddings are not finite, or all where none is.
+        `tensor`, and `rows`: those whose embeddings are not finite, or all where none is. Of
+        several ranks all give the same: what comes first on any of them, and the rows of all.
     """
     bad = torch.zeros(len(batch.rows), dtype=torch.bool, device=batch.rows.device)
     for embedding in list(seen.values())[:2]:
@@ -34,14 +41,20 @@ def find(
         for name, p in model.named_parameters()
         if p.grad is not None
     }
-    tensor = _first(weights)
-    if tensor is None and bad.any():
+    weight, output = _first(weights), None
+    if weight is None and bad.any():
         place = int(bad.nonzero()[0])
         with evaluating(model):  # no statistics move; without dropout, hardly another result
-            tensor = first_output(model, lambda: forward(slice(place, place + 1)))
-    tensor = tensor or _first(seen) or _first(gradients) or "the norm of the gradient"
-    rows = batch.rows[bad] if bad.any() else batch.rows
-    return {"tensor": tensor, "rows": rows.tolist()}
+            output = first_output(model, lambda: forward(slice(place, place + 1)))
+    later = [_first({name: tensor}) for name, tensor in seen.items()]
+    names = [weight, output, *later, _first(gradients), "the norm of the gradient"]
+    first = next(place for place, name in enumerate(names) if name)
+    found = [(first, names[first], batch.rows[bad].tolist(), batch.rows.tolist())]
+    if ranks:
+        found = ranks.everywhere(found[0])
+    tensor = min(found, key=lambda one: one[0])[1]
+    rows = [row for one in found for row in one[2]] or [row for one in found for row in one[3]]
+    return {"tensor": tensor, "rows": rows}
 
 
 def _first(tensors: Mapping[str, Tensor]) -> str | None:

@@ -12,7 +12,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from pennyclip import not_finite
-from pennyclip.caching import GradientCache, learning_batch_norms, rows_of
+from pennyclip.caching import (
+    GradientCache,
+    check_ranks,
+    learning_batch_norms,
+    micro_seed,
+    rows_of,
+)
 from pennyclip.config import Precision
 from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError
@@ -20,6 +26,7 @@ from pennyclip.loss import Features, Loss
 from pennyclip.memory import OutOfMemory, ran_out
 from pennyclip.model.clip import CLIP
 from pennyclip.narrow import narrowed, round_weights
+from pennyclip.parallel import Ranks, together
 from pennyclip.precision import autocast, float32_products, own_precisions
 from pennyclip.scaling import LossScaler
 from pennyclip.telemetry.gradients import LayerGradients, tensor_norms
@@ -65,15 +72,19 @@ def update(
     micro_batch: int | None = None,
     seed: int = 0,
     layers: LayerGradients | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Forward, backward, clip, step: the model after it has seen one more batch.
+
+    Several ranks make the update of a single process that has all their rows: on each of them the
+    same numbers come out, and the same weights.
 
     Args:
         model: changed in place.
         loss: what is lowered.
         optimizer: its groups carry the rates of this update.
-        batch: on the model's device.
-        keep: patches that each image keeps; None: all of them.
+        batch: on the model's device; this rank's part, one of equal parts.
+        keep: patches that each image keeps, of all ranks; None: all of them.
         clip_norm: largest norm of the true (unscaled) gradient over all parameters.
         precision: of the towers, not `auto`; the loss is computed in float32.
         stochastic_rounding: in pure-bf16, keep no float32 masters of the weights.
@@ -82,6 +93,8 @@ def update(
             runs out, which changes nothing but what dropout draws.
         seed: of all that is drawn inside the towers.
         layers: those of this optimizer's parameters, for a run that is watched.
+        ranks: this process beside the others, all with the same arguments but for the batch; None:
+            a single process.
 
     Returns:
         Metrics of this update, numbers. `skipped` is None; or no update was made, because the loss
@@ -91,19 +104,28 @@ def update(
         `grad_norms` by layer, and `features`: the embeddings, without their graph.
 
     Raises:
-        RequestError: a parameter that should learn has no gradient. The model is unchanged.
-        RunError: memory runs out and no micro-batch helps. The model is unchanged, unless it ran
-            out in the optimizer's own step.
+        RequestError: a parameter that should learn has no gradient, or BatchNorms would learn from
+            each rank's rows alone. The model is unchanged.
+        RunError: memory runs out and no micro-batch helps, or another rank failed. The model is
+            unchanged, unless that was in the optimizer's own step.
     """
+    if ranks:
+        check_ranks(model, ranks.count)
+        keep = None if keep is None else keep[ranks.part(len(batch.rows))]
     used_scale = scaler.scale if scaler else 1.0
     size = asked = micro_batch or len(batch.rows)
+    learning = [p for group in optimizer.param_groups for p in group["params"]]
     while True:
         optimizer.zero_grad(set_to_none=True)
         try:
-            with _computing(model, batch, precision, size, not stochastic_rounding):
-                record, seen, features = _gradients(
-                    model, loss, batch, keep, precision, used_scale, size, seed
-                )
+            with together(ranks):
+                with _computing(model, batch, precision, size, not stochastic_rounding):
+                    record, seen, features = _gradients(
+                        model, loss, batch, keep, precision, used_scale, size, seed, ranks
+                    )
+                if ranks:
+                    ranks.sum_(_learnt(model, learning))
+                    record = ranks.mean(record)
             break
         except RuntimeError as error:
             if not ran_out(error):
@@ -116,10 +138,7 @@ def update(
             f"memory ran out with {asked} pairs in the towers at a time: from here on {size}. "
             "Updates stay those of the whole batch; only what dropout draws is another."
         )
-    learning = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in learning if p.grad is not None]
-    if len(gradients) < len(learning):
-        raise RequestError(_without_gradient(model, learning))
+    gradients = _learnt(model, learning)
     if scaler:
         torch._foreach_mul_(gradients, 1 / used_scale)
     norms = tensor_norms(gradients)
@@ -147,14 +166,15 @@ def update(
                 embed_image(model, part, None if keep is None else keep[at])
                 embed_text(model, part)
 
-        record["skipped"] = not_finite.find(model, seen, batch, again)
+        with together(ranks):
+            record["skipped"] = not_finite.find(model, seen, batch, again, ranks)
         optimizer.zero_grad(set_to_none=True)
         if scaler:
             scaler.overflowed()
             record["skipped"]["loss_scale_after"] = scaler.scale
     else:
         torch.nn.utils.clip_grads_with_norm_(learning, clip_norm, norm)
-        _step(optimizer)
+        _step(optimizer, ranks)
         if stochastic_rounding:
             round_weights(model, precision, seed)
         with torch.no_grad():
@@ -200,12 +220,16 @@ def _gradients(
     loss_scale: float,
     micro_batch: int,
     seed: int,
+    ranks: Ranks | None,
 ) -> tuple[dict[str, Any], dict[str, Tensor], Features]:
     """Forward and backward: gradients, times the loss scale, of all that learns.
 
+    Of several ranks each has its share: the sum over ranks is the gradient of the whole batch, and
+    metrics are to be averaged.
+
     Returns:
         Metrics; in the order in which they were computed, what may turn out not finite; and what
-        the loss was given, without its graph.
+        the loss of all rows was given, without its graph.
     """
 
     # A context each time: inside one, autocast would keep weights cast without a graph.
@@ -220,28 +244,38 @@ def _gradients(
     cache = None
     if micro_batch < len(batch.rows):
         towers = image_tower, text_tower
-        cache = GradientCache(towers, batch, keep, micro_batch=micro_batch, seed=seed)
+        rank = ranks.rank if ranks else 0
+        cache = GradientCache(towers, batch, keep, micro_batch=micro_batch, seed=seed, rank=rank)
         raw_image, raw_text = cache.embeddings
+    elif ranks:  # a rank's part is one of the batch's micro-batches
+        torch.manual_seed(micro_seed(seed, ranks.rank, 0))
+        raw_image = image_tower(batch, keep)
+        torch.manual_seed(micro_seed(seed, ranks.rank, 1))
+        raw_text = text_tower(batch, None)
     else:
         torch.manual_seed(seed)
         raw_image, raw_text = image_tower(batch, keep), text_tower(batch, None)
     image, text = F.normalize(raw_image.float(), dim=-1), F.normalize(raw_text.float(), dim=-1)
+    all_image, all_text, groups = image, text, batch.groups
+    if ranks:
+        all_image, all_text, groups = ranks.gather(image, text, groups)
     features = Features(
         image=image,
         text=text,
-        all_image=image,
-        all_text=text,
-        offset=0,
+        all_image=all_image,
+        all_text=all_text,
+        offset=ranks.part(len(image)).start if ranks else 0,
         scale=model.logit_scale.exp(),
         bias=model.logit_bias,
-        groups=batch.groups,
+        groups=groups,
     )
     with float32_products(tf32=False):
         value, metrics = loss.compute(features)
-    (value * loss_scale).backward()  # type: ignore[no-untyped-call]
+    share = loss_scale / (ranks.count if ranks else 1)
+    (value * share).backward()  # type: ignore[no-untyped-call]
     if cache is not None:
         cache.backward()
-    image, text = image.detach(), text.detach()
+    image, text = all_image.detach(), all_text.detach()
     record = {
         "loss": value.detach(),
         "logit_scale": features.scale.detach().log(),
@@ -256,6 +290,7 @@ def _gradients(
         text=text,
         all_image=image,
         all_text=text,
+        offset=0,
         scale=features.scale.detach(),
     )
     return record, seen, detached
@@ -292,10 +327,11 @@ def _smaller(model: CLIP, size: int, batch: Batch) -> int:
     return size // 2
 
 
-def _step(optimizer: torch.optim.Optimizer) -> None:
+def _step(optimizer: torch.optim.Optimizer, ranks: Ranks | None) -> None:
     """The optimizer's step, in which no smaller micro-batch can help."""
     try:
-        optimizer.step()
+        with together(ranks):
+            optimizer.step()
     except RuntimeError as error:
         if not ran_out(error):
             raise
@@ -306,13 +342,16 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         ) from error
 
 
-def _without_gradient(model: nn.Module, learning: list[nn.Parameter]) -> str:
-    """What to say of parameters that the optimizer was given and the loss does not reach."""
+def _learnt(model: nn.Module, learning: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients of what the optimizer was given, all of which the loss has to reach."""
+    gradients = [p.grad for p in learning if p.grad is not None]
+    if len(gradients) == len(learning):
+        return gradients
     ids = {id(p) for p in learning if p.grad is None}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in ids]
     towers = {"visual": "image tower", "text": "text tower"}
     where = dict.fromkeys(towers.get(name.split(".")[0], "temperature") for name in names)
-    return (
+    raise RequestError(
         f"{len(names)} of {len(learning)} parameters that should learn get no gradient, in the "
         f"{' and the '.join(where)}: {', '.join(names[:3])}{', and so on' * (len(names) > 3)}. "
         "The model was not changed. Freeze these layers in the recipe (image_layers, text_layers), "
