@@ -15,7 +15,7 @@ state needs no saving: every draw of an update is a function of (seed, step).
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,8 +154,11 @@ def save(
     text_folder: Path | None,
     dataset: str,
     keep: int,
+    before: Sequence[int] = (),
 ) -> Path:
-    """Write a checkpoint, then remove the old ones: the newest `keep` and the best one stay.
+    """Write a checkpoint, then remove the old ones.
+
+    The newest `keep` stay, the best one, and the newest before each of some batches.
 
     Args:
         run: the run's folder.
@@ -166,6 +169,7 @@ def save(
         text_folder: of a transformers text tower's configuration and tokenizer.
         dataset: fingerprint of what is trained on.
         keep: newest checkpoints kept, at least 1.
+        before: batches, counted from 1, that may be replayed.
 
     Raises:
         OSError: it could not be written (a full disk, say). Earlier checkpoints are untouched.
@@ -183,7 +187,9 @@ def save(
         except (SafetensorError, RuntimeError) as error:  # what they make of a full disk
             raise OSError(str(error)) from error
     found = checkpoints(run)
-    kept = {c.step for c in [*found[-keep:], best(found), best(found, averaged=True)] if c}
+    older = [[c for c in found if c.step < batch] for batch in before]
+    stay = [*found[-keep:], best(found), best(found, averaged=True), *(c[-1] for c in older if c)]
+    kept = {c.step for c in stay if c}
     for old in found:
         if old.step not in kept:
             remove(old.path)

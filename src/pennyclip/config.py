@@ -320,7 +320,8 @@ class Checkpointing:
     every_steps: int | None = None
     every_minutes: float = 10.0
     keep: int = 2
-    """Newest checkpoints kept; the best one by the development split is kept besides."""
+    """Newest checkpoints kept. The best one by the development split is kept besides; and, for
+    `doctor --replay`, those before the run's first trouble, its latest, and what may become one."""
 
 
 @dataclass(frozen=True, kw_only=True)

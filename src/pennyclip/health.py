@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pennyclip.collapse import Collapse
 from pennyclip.evidence import Evidence
 from pennyclip.loss_course import LossCourse
+from pennyclip.unreadable import Unreadable
 
 
 @dataclass
@@ -21,10 +23,7 @@ class Health:
     """Why the run was rolled back for the first time, and which batch was the first."""
     course: LossCourse = field(default_factory=LossCourse)
     evidence: Evidence = field(default_factory=Evidence)
-    spreads: list[float] = field(default_factory=list)
-    """By how many nats the logits of the last batches differed, at most."""
-    flat_since: int | None = None
-    """The first batch since which they hardly did."""
+    collapse: Collapse = field(default_factory=Collapse)
     update_rms: float = 0.0
     """The largest since it was last looked at."""
     not_finite: list[int] = field(default_factory=list)
@@ -35,19 +34,30 @@ class Health:
     """The loss scale of the last update; 0: none has held since an overflow."""
     overflows: list[int] = field(default_factory=list)
     """Batches that overflowed at a scale that had held."""
-    unreadable: list[int] = field(default_factory=list)
-    """Rows, over the whole run."""
-    unreadable_counts: list[int] = field(default_factory=list)
-    """In each of the last batches."""
-    first_unreadable: str = ""
+    unreadable: Unreadable = field(default_factory=Unreadable)
     told: dict[str, int] = field(default_factory=dict)
     """The step at which each warning was last given."""
+    troubles: list[int] = field(default_factory=list)
+    """The first batches of the run's first trouble and of its latest one."""
+
+    def trouble(self, since: int) -> None:
+        """Something is wrong from batch `since` on, which somebody will want to look at."""
+        self.troubles = [*self.troubles[:1], since]
+
+    @property
+    def worth_a_look(self) -> list[int]:
+        """Batches before which the newest checkpoint stays: of `troubles`, and of what may become
+        one. At most 3."""
+        doubts = [self.course.since, self.collapse.since, *self.not_finite[:1]]
+        return self.troubles + sorted(batch for batch in doubts if batch is not None)[:1]
 
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> "Health":
         parts = {
             "course": LossCourse(**state["course"]),
             "evidence": Evidence(**state["evidence"]),
+            "collapse": Collapse(**state["collapse"]),
+            "unreadable": Unreadable(**state["unreadable"]),
         }
         return cls(**dict(state) | parts)
 

@@ -10,11 +10,29 @@ from pennyclip.run_folder import RunFolder
 from pennyclip.session import Rows
 from pennyclip.state import TrainState
 from pennyclip.telemetry.console import Console
-from pennyclip.telemetry.metrics import Metrics
+from pennyclip.telemetry.metrics import Metrics, Record, read_metrics
 
 MARGIN = 10
 """Batches. What makes a loss rise has happened up to 8 before: Wortsman et al. 2023 (arXiv
 2304.13013)."""
+REACH = 1000
+"""Batches. Beyond them only the best checkpoint is left, or one kept for a replay. Chosen: to lose
+more costs more than to go back twice."""
+
+
+def undone(records: list[Record]) -> list[tuple[int, int]]:
+    """(to, at) of each rollback of a run: after batch `at`, what was learnt since `to` was lost."""
+    events = [r for r in records if r["kind"] == "event" and not r.get("abandoned")]
+    return [(r["to"], r["step"]) for r in events if r["name"] == "rolled back"]
+
+
+def leading_to(
+    batch: int, found: list[Checkpoint], undone: list[tuple[int, int]]
+) -> list[Checkpoint]:
+    """Those older than a batch, without those whose updates had been undone by then."""
+    undone = [(to, at) for to, at in undone if at < batch]
+    older = [c for c in found if c.step < batch]
+    return [c for c in older if not any(to < c.step < at for to, at in undone)]
 
 
 class Saver:
@@ -35,10 +53,12 @@ class Saver:
     def before(self, since: int) -> Checkpoint | None:
         """The last checkpoint that is older than batch `since`, which was not well.
 
-        Rather one that is `MARGIN` older, where there is one; None: the run's start is left.
+        Rather one that is `MARGIN` older, where there is one within `REACH`; never one that a
+        rollback has left behind. None: the run's start is left.
         """
-        found = [c for c in checkpoints(self._run.path) if c.step < since]
-        good = [c for c in found if c.step <= since - MARGIN] or found
+        records = read_metrics(self._run.metrics)
+        found = leading_to(since, checkpoints(self._run.path), undone(records))
+        good = [c for c in found if MARGIN <= since - c.step <= REACH] or found
         return good[-1] if good else None
 
     def is_due(self, state: TrainState, scores: Scores, ending: bool) -> bool:
@@ -80,6 +100,7 @@ class Saver:
                 self._rows.text_folder,
                 self._rows.dataset.fingerprint,
                 self._config.keep,
+                state.watch.health.worth_a_look,
             )
         except OSError as error:
             message = (

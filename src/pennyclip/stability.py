@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pennyclip.collapse import Collapse, longest
 from pennyclip.config import Config
 from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError, RunError
@@ -32,17 +33,8 @@ from pennyclip.health import Health
 from pennyclip.loss import LOSSES, Features
 from pennyclip.loss_course import SHORT
 from pennyclip.optim.update_rms import LIMIT, judged, largest_tensors, update_rms
-from pennyclip.symptoms import Symptom, drifting_temperature, logit_spread, no_gradient
+from pennyclip.symptoms import Symptom, drifting_temperature, no_gradient
 
-FLAT = 0.1
-"""Nats by which logits differ in a batch, at most, when its embeddings have collapsed. Chosen: a
-ninth of the least that a start from random weights with a fitting warm-up was seen with."""
-FLAT_FOR = 100
-"""Batches that embeddings must have been alike before the run goes back. Chosen: a start with next
-to no warm-up came out of it by itself after 57, and learned."""
-UNREADABLE, UNREADABLE_WINDOW = 0.05, 20
-"""Share of unreadable rows in the last so many batches that stops a run. Chosen: `prepare` has
-decoded every row, so one is an accident and many are a failing disk."""
 OVERFLOWS, OVERFLOW_WINDOW = 5, 100
 """Overflows among so many batches that lower the rate, at a loss scale that had held before
 (requirement P6). Chosen: the scale's own growth causes one in 2,000."""
@@ -77,10 +69,13 @@ class RollBack:
 class Watch:
     """Judges every batch of a run."""
 
-    def __init__(self, config: Config, log: Log, health: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Config, steps: int, log: Log, health: dict[str, Any] | None = None
+    ) -> None:
         """
         Args:
             config: of the run.
+            steps: batches of the run.
             log: for events.
             health: of a run that goes on, as `state` gave it.
 
@@ -96,6 +91,7 @@ class Watch:
             if wrong:
                 raise RequestError(f"stability.{rule}; found {settings}")
         self._config, self._log = config, log
+        self._flat_for = longest(steps)
         self._initial_scale = LOSSES[config.loss].initial_scale
         self._update_rms: Tensor | None = None  # on the device, not waited for
         self.health = Health.load(health) if health else Health()
@@ -115,6 +111,11 @@ class Watch:
     def lr_factor(self) -> float:
         """Multiplies every rate."""
         return self.health.lr_factor
+
+    @property
+    def alike(self) -> bool:
+        """Whether the embeddings of the last batches were all alike."""
+        return self.health.collapse.since is not None
 
     @property
     def suspicious(self) -> bool:
@@ -167,22 +168,19 @@ class Watch:
 
     def _rows(self, step: int, batch: Batch) -> None:
         """Rows that could not be read, and in whose place others stand."""
-        h, size = self.health, self._config.batch_size
-        count = len(batch.unreadable)
-        h.unreadable_counts = [*h.unreadable_counts, count][-UNREADABLE_WINDOW:]
-        new = {row: why for row, why in batch.unreadable if row not in h.unreadable}
+        seen, size = self.health.unreadable, self._config.batch_size
+        new = seen.see(batch)
         if not new:
             return
-        why = next(iter(new.values()))
-        h.first_unreadable = h.first_unreadable or why
-        h.unreadable += new
-        message = f"{count} of {size} rows could not be read; others of the batch stand in. {why}"
+        message = (
+            f"{seen.counts[-1]} of {size} rows could not be read; others of the batch stand in. "
+            f"{next(iter(new.values()))}"
+        )
         self._log(step, "rows unreadable", message, rows=list(new)[:ROWS])
-        if sum(h.unreadable_counts) > UNREADABLE * UNREADABLE_WINDOW * size:
+        if seen.too_many(size):
             raise RunError(
-                f"{sum(h.unreadable_counts)} rows of the last {len(h.unreadable_counts)} batches "
-                f"could not be read. The first: {h.first_unreadable} Check the disk, and prepare "
-                "the dataset again."
+                f"{sum(seen.counts)} rows of the last {len(seen.counts)} batches could not be "
+                f"read. The first: {seen.first} Check the disk, and prepare the dataset again."
             )
 
     def _skipped(
@@ -201,6 +199,8 @@ class Watch:
             patience = self._config.loss_scaling.patience
             message += f"; loss scale {scale:,.0f} -> {found['loss_scale_after']:,.0f}"
         self._log(step, "update skipped", message, **found)
+        if scale is None or 0 < scale <= h.held:
+            h.trouble(h.not_finite[0])
         if scale is not None and 0 < scale <= h.held:  # the scale's growth is not to blame
             h.held = 0.0
             h.overflows = [s for s in h.overflows if s > step - OVERFLOW_WINDOW] + [step]
@@ -259,21 +259,21 @@ class Watch:
 
     def _collapse(self, step: int, record: dict[str, Any]) -> RollBack | None:
         """Whether all embeddings of a tower have become one."""
-        h, alike = self.health, (record["image_cosine"], record["text_cosine"])
-        h.spreads = [*h.spreads, logit_spread(record)][-SHORT:]
-        if len(h.spreads) < SHORT or median(h.spreads) >= FLAT:
-            h.flat_since = None
+        self.health.collapse.see(step, record)
+        since = self.health.collapse.since
+        if since is None:
             return None
-        since = h.flat_since = h.flat_since or step - SHORT + 1
         cosines = (
-            f"the mean cosine of different images is {alike[0]:.3f}, of different texts "
-            f"{alike[1]:.3f}, so nothing can be told apart"
+            f"the mean cosine of different images is {record['image_cosine']:.3f}, of different "
+            f"texts {record['text_cosine']:.3f}, so nothing can be told apart"
         )
         why = "The rate is too high for this model and batch, or its warm-up too short"
-        if step - since + 1 >= FLAT_FOR:
+        if step - since + 1 >= self._flat_for:
             return self._back(since, f"the embeddings have collapsed: {cosines}. {why}", slow=True)
-        later = f"They may part again; if not by batch {since + FLAT_FOR - 1}, the run goes back"
-        self._warn(step, Symptom("embeddings alike", f"{cosines}. {why}. {later}"))
+        later = f"if not by batch {since + self._flat_for - 1}, the run goes back"
+        self._warn(
+            step, Symptom("embeddings alike", f"{cosines}. {why}. They may part again; {later}")
+        )
         return None
 
     def _loss(
@@ -294,6 +294,7 @@ class Watch:
         elif course.deviating[-1]:
             evidence.see_rows(step, batch, features)
         if spike:
+            self.health.trouble(course.since or step)
             self._log(
                 step,
                 "loss spike",
@@ -336,8 +337,16 @@ class Watch:
             f"{batch}; lower the learning rate, lengthen the warm-up, or take these rows out."
         )
 
-    def rolled_back(self, step: int, back: RollBack, to: int, undone: int) -> None:
+    def rolled_back(
+        self, step: int, back: RollBack, to: int, undone: int, then: dict[str, Any] | None
+    ) -> None:
         """The run has gone back to the checkpoint of step `to` (0: its start).
+
+        Args:
+            step: at which it goes back.
+            back: why.
+            undone: updates that are lost.
+            then: what `state` gave at the checkpoint: from there on it is what is normal.
 
         Raises:
             RunError: no update was made since then, so that the same would happen again.
@@ -349,13 +358,18 @@ class Watch:
             )
         h = self.health
         h.first_trouble = h.first_trouble or (back.cause, back.since)
+        h.trouble(back.since)
         h.rollbacks += 1
         h.updates = 0
         suspects = h.evidence.suspects(step)
         h.evidence.forget()
+        before = Health.load(then) if then else Health()
+        h.course = before.course
         h.course.forget_spike()
+        if before.stage != h.stage:
+            h.course.enter_stage()
         h.not_finite, h.skips, h.overflows = [], {}, []
-        h.spreads, h.flat_since = [], None
+        h.collapse = Collapse()
         h.update_rms, self._update_rms = 0.0, None
         where = f"the checkpoint of step {to}" if to else "the run's start"
         self._log(

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pennyclip.compilation import Compilation
-from pennyclip.config import Config, Precision
+from pennyclip.config import Config
 from pennyclip.ema import Ema
 from pennyclip.model.clip import CLIP
 from pennyclip.model.lora import adapter_state
 from pennyclip.optim.state import State
+from pennyclip.ready import Ready
 from pennyclip.scaling import LossScaler, make_scaler
 from pennyclip.stability import Log, RollBack, Watch
 from pennyclip.start import Start
@@ -36,24 +35,27 @@ class TrainState:
     compilation: Compilation
 
     @classmethod
-    def begin(
-        cls, start: Start, config: Config, precision: Precision, device: torch.device, log: Log
-    ) -> "TrainState":
-        """Begin, or go on as the checkpoint says that `start` was made from.
+    def begin(cls, ready: Ready, log: Log) -> "TrainState":
+        """Begin, or go on as the checkpoint says that `ready` was made from.
+
+        Args:
+            ready: the run.
+            log: for events.
 
         Raises:
             RequestError: loss scaling or watching are set to what cannot be.
         """
-        model = start.model.to(device)
+        config, start = ready.config, ready.start
+        model = start.model.to(ready.device)
         state = cls(
             model=model,
             optimizer={},
             step=start.step,
             skipped=0,
             micro_batch=start.trainer.get("micro_batch", config.micro_batch),
-            scaler=make_scaler(config, precision),
+            scaler=make_scaler(config, ready.precision),
             ema=Ema(config.ema_decay) if config.ema_decay else None,
-            watch=Watch(config, log, start.trainer.get("watch")),
+            watch=Watch(config, ready.plan.steps, log, start.trainer.get("watch")),
             compilation=Compilation(config.compile, model, log),
         )
         state._load(start.trainer)
@@ -89,7 +91,8 @@ class TrainState:
             RunError: nothing was learnt since, so that this would change nothing.
         """
         made = good.step - good.trainer["skipped"]
-        self.watch.rolled_back(self.step, back, good.step, self.step - self.skipped - made)
+        undone = self.step - self.skipped - made
+        self.watch.rolled_back(self.step, back, good.step, undone, good.trainer.get("watch"))
         self.model.visual.set_image_size(good.model.visual.image_size)
         self.model.load_state_dict(good.model.state_dict())
         if self.ema:

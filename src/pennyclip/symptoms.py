@@ -1,4 +1,4 @@
-"""What a single batch shows of a run that is not well, though nothing has gone wrong yet."""
+"""What shows that a run is not well, though nothing has gone wrong: in a batch, or at the end."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -8,6 +8,9 @@ from typing import Any
 DRIFT = 4.0
 """How many times smaller than at the start of training the logits' scale has become when the
 temperature is said to drift. Chosen: runs that came to good dipped to 1.6 times smaller."""
+FEW = 0.2
+"""Mean recall of guessing above which a split has too few images to judge a run by. Chosen: below
+27 images."""
 TOWERS = {"visual.": "image", "text.": "text"}
 
 
@@ -64,11 +67,30 @@ def no_gradient(norms: Mapping[str, float], silent: Collection[str]) -> list[Sym
     return found
 
 
-def logit_spread(record: Mapping[str, Any]) -> float:
-    """Nats by which logits differ in a batch, at most: near 0, all embeddings have become one.
+def no_better_than_guessing(
+    recall: float | None, chance: float, images: int, alike: bool
+) -> Symptom | None:
+    """Whether a run that has made all its updates knows no more than one that guesses.
 
-    Beside what depends on the row or the column alone, logits have at most this standard
-    deviation (Cauchy-Schwarz; 1 - mean cosine is the variance of unit vectors).
+    It is told from guessing where it lies two standard errors of a share, sqrt(p (1 - p) / images),
+    above it. That of a mean over recalls at 1, 5 and 10, both ways, is smaller, by 1.3 at least.
+
+    Args:
+        recall: the best mean recall on the development split; None: there is none.
+        chance: the mean recall of guessing there.
+        images: of the split; 0: there is none.
+        alike: whether the embeddings of the last batches were all alike.
     """
-    image, text = (max(0.0, 1 - record[f"{tower}_cosine"]) for tower in ("image", "text"))
-    return math.exp(record["logit_scale"]) * math.sqrt(image * text)
+    found = []
+    told_apart = chance + 2 * math.sqrt(chance * (1 - chance) / images) if images else 1.0
+    if recall is not None and chance <= FEW and recall <= told_apart:
+        found.append(
+            f"the best mean recall, {recall:.1%} of {images:,} images, can't be told from guessing "
+            f"({chance:.1%})"
+        )
+    if alike:
+        found.append("the embeddings of different pairs are alike")
+    if not found:
+        return None
+    evidence = {"recall": recall, "chance": chance}
+    return Symptom("no better than guessing", f"at the end {' and '.join(found)}", evidence)

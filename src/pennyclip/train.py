@@ -16,12 +16,14 @@ from pennyclip.interrupt import Interrupt, Interrupted, listening
 from pennyclip.model.freezing import evaluating
 from pennyclip.optim import step_metrics
 from pennyclip.optim.state import read_state
+from pennyclip.parallel import check_alone
 from pennyclip.ready import Ready, make_ready, open_request, resolved
 from pennyclip.run_folder import RunFolder, claimed, cooling, find_run, read_run
 from pennyclip.saver import Saver
 from pennyclip.session import Rows, table
 from pennyclip.start import start
 from pennyclip.state import TrainState
+from pennyclip.symptoms import Symptom, no_better_than_guessing
 from pennyclip.telemetry.console import Console
 from pennyclip.telemetry.meter import Meter
 from pennyclip.telemetry.metrics import Metrics
@@ -52,10 +54,12 @@ def resume(run: Path, *, cooldown: bool = False, quiet: bool = False) -> Outcome
         cooldown: begin the cooldown of its `wsd` schedule there.
         quiet: nothing on the terminal.
     """
+    check_alone()
     config = read_run(run)
     if not cooldown:
         return train(config, run, proceed=True, quiet=quiet)
-    with cooling(run, config) as changed:
+    *_, plan = open_request(config)
+    with cooling(run, config, plan) as changed:
         return train(changed, run, proceed=True, quiet=quiet)
 
 
@@ -72,6 +76,7 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
         RequestError: the request cannot be carried out as it stands; nothing was trained.
         RunError: the run broke off; its checkpoints stay, and the message says how to go on.
     """
+    check_alone()
     config = resolved(config)
     run = find_run(config, out)
     config, rows, plan = open_request(config)
@@ -138,7 +143,7 @@ def _train(
         console.progress(what, done, total)
         asked.check()
 
-    state = TrainState.begin(beginning, config, choice.precision, device, event)
+    state = TrainState.begin(ready, event)
     model, watch = state.model, state.watch
     saver = Saver(config, run, rows, metrics, console)
     # The rates of a stage are shown once in a run: not after a resume inside it, or a way back.
@@ -195,6 +200,16 @@ def _train(
         if back:
             state.go_back(start(config, saver.before(back.since)), back, config)
             saver.save(state, Scores(), last=stop or state.step == plan.steps)
+    if state.step == plan.steps and (symptom := _verdict(run, rows, watch.alike)):
+        event(state.step, symptom.name, symptom.message, **symptom.evidence)
+
+
+def _verdict(run: RunFolder, rows: Rows, alike: bool) -> Symptom | None:
+    """What is to be said of a run that has made all its updates and knows nothing."""
+    found, chance = checkpoints(run.path), _chance(rows)
+    scores = [s for c in found for s in (c.score, c.ema_score) if s is not None]
+    images = 0 if rows.evaluation is None else len(rows.evaluation)
+    return no_better_than_guessing(max(scores, default=None), chance or 0.0, images, alike)
 
 
 def evaluate(

@@ -75,7 +75,7 @@ def test_a_replayed_batch_is_the_one_that_was(
         r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train" and r["step"] == 6
     )
     found = answer(capsys, str(run), "--replay", "6")
-    assert found["weights_of_step"] == 5
+    assert (found["from_step"], found["updates_before"]) == (5, 0)
     assert found["loss"] == found["recorded_loss"] == record["loss"]
     assert found["grad_norm"] == record["grad_norm"]
     assert found["not_finite"] is None
@@ -92,10 +92,11 @@ def test_a_replayed_batch_is_the_one_that_was(
     assert found["rows"][0]["captions"] == Dataset(small_dataset).captions(shown[0])
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     later = answer(capsys, str(run), "--replay", "9")
-    assert later["weights_of_step"] == 5
-    assert later["loss"] != later["recorded_loss"]
+    assert (later["from_step"], later["updates_before"]) == (5, 3)
+    assert later["loss"] == later["recorded_loss"]
+    assert (later["compared"], later["differs_from"]) == (4, None)
     first = answer(capsys, str(run), "--replay", "1")
-    assert (first["weights_of_step"], first["loss"]) == (0, first["recorded_loss"])
+    assert (first["from_step"], first["loss"]) == (0, first["recorded_loss"])
 
 
 def test_losses_by_row_have_the_loss_as_their_mean() -> None:
@@ -210,6 +211,43 @@ def test_events_are_summed_up_with_a_remedy(
         "message": "in 7",
         "do": REMEDIES["update skipped"].replace("STEP", "7").replace("RUN", str(tmp_path)),
     }
+
+
+def test_what_a_resume_has_undone_is_told_as_past(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two overflows and a full disk behind the checkpoint of step 6; one overflow comes again."""
+    (tmp_path / "config.toml").write_text(to_toml(load_recipe("scratch-vit-tiny")))
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.log("start", 0)
+    for step in (3, 8, 9):
+        metrics.log("event", step, name="update skipped", message=f"in {step}")
+    metrics.log("event", 9, name="stopped", message="the disk is full")
+    metrics.log("end", 9, reason="error")
+    metrics.close()
+    before = answer(capsys, str(tmp_path))
+    assert [(n, e["count"]) for n, e in before["events"].items()] == [
+        ("update skipped", 3),
+        ("stopped", 1),
+    ]
+    assert before["past"] == []
+    metrics = Metrics(tmp_path / "metrics.jsonl", resume_step=6)
+    metrics.log("start", 6)
+    metrics.log("event", 8, name="update skipped", message="in 8")
+    metrics.log("end", 12, reason="finished")
+    metrics.close()
+    found = answer(capsys, str(tmp_path))
+    (event,) = found["events"].values()
+    assert (event["count"], event["first"], event["last"]) == (2, 3, 8)
+    assert [(e["name"], e["why"], e["count"], e["first"]) for e in found["past"]] == [
+        ("update skipped", "undone by a resume from before it", 2, 8),
+        ("stopped", "resumed since", 1, 9),
+    ]
+    assert found["unfinished"] is None
+    assert main(["doctor", str(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "    stopped (step 9), resumed since: the disk is full" in told
+    assert sum(line.startswith("    do:") for line in told) == 1
 
 
 def test_an_unfinished_run_and_over_fitting_are_said(

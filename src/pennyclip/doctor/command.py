@@ -16,7 +16,7 @@ class Doctor:
     run_: Annotated[Positional[Path], arg(metavar="RUN")]
     """The run's folder."""
     replay: int | None = None
-    """A step: its batch again, with the weights of the checkpoint before it."""
+    """A step: its batch again, with the weights that the run had then."""
     json: Json = False
 
     def run(self) -> Answer:

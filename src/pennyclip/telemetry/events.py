@@ -23,6 +23,10 @@ REMEDIES = {
     "as it is, freeze it in the recipe.",
     "embeddings alike": "A lower optim.lr, or a longer optim.warmup_share; a smaller batch wants a "
     "lower rate than its recipe's.",
+    "no better than guessing": "Use no checkpoint of this run. Where embeddings were alike or the "
+    "rate was reduced: a lower optim.lr (pennyclip bench rate finds one). Otherwise more updates, "
+    "more pairs, or a pretrained start (pennyclip list recipes). Check that captions belong to "
+    "their pictures: pennyclip report DATASET shows some.",
     "rate reduced": "The next run: a lower optim.lr (pennyclip bench rate finds one), or a longer "
     "warm-up.",
     "rolled back": "Batch STEP was the first that was not well: " + REPLAY + ".",
