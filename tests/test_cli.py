@@ -1,6 +1,9 @@
 """The command line: help, refusals and answers for programs."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,22 @@ def test_every_command_has_help(argv: list[str]) -> None:
     except SystemExit as exit_:
         code = exit_.code
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["list", "towers"],  # more than a pipe holds
+        ["list", "losses"],  # less: it is written when Python ends
+        ["list", "losses", "--json"],
+        ["train", "lit", "--help"],
+    ],
+)
+def test_a_reader_that_has_gone_ends_it_quietly(argv: list[str]) -> None:
+    command = [sys.executable, "-m", "pennyclip.cli", *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        told = process.stderr.read()
+    assert (process.returncode, told) == (128 + signal.SIGPIPE, b"")

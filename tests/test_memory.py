@@ -12,7 +12,7 @@ from pennyclip.checkpoint import checkpoints, load_trainer
 from pennyclip.config import Checkpointing
 from pennyclip.errors import RunError
 from pennyclip.loss import LOSSES
-from pennyclip.memory import available, ran_out
+from pennyclip.memory import available, peak, ran_out, reset_peak
 from pennyclip.model.image import ImageTower
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import resume, train
@@ -22,6 +22,7 @@ from update_batches import adamw, gradients, pairs, tiny_clip, weights
 
 USUAL: dict[str, Any] = {"clip_norm": 1.0, "precision": "fp32", "seed": 5}
 CPU = torch.device("cpu")
+MIB = 2**20
 
 
 def no_room() -> RuntimeError:
@@ -66,6 +67,20 @@ def test_available_memory_is_the_systems_or_the_containers(
     (tmp_path / "memory.current").write_text(f"{2 * 2**20}\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1024\nactive_file 7\n")
     assert available(CPU) == 2**20 + 1024
+
+
+def test_a_peak_counts_from_where_it_was_reset() -> None:
+    """200 MiB before leave no trace, in one piece or in a thousand; 50 MiB after do."""
+    pieces = [torch.ones(50 * MIB), *(torch.ones(MIB // 20) for _ in range(1000))]
+    high = peak(CPU)
+    del pieces
+    assert peak(CPU) == pytest.approx(high, abs=MIB)  # a high-water mark
+    reset_peak(CPU)
+    before = peak(CPU)
+    assert high - before > 350 * MIB
+    used = torch.ones(50 * MIB // 4)
+    del used
+    assert peak(CPU) - before == pytest.approx(50 * MIB, abs=2 * MIB)
 
 
 @pytest.mark.parametrize("error", [no_room(), torch.OutOfMemoryError("CUDA out of memory.")])

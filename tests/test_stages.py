@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pennyclip.config import Augment, Config, ImageTower, Model, Optim, Stage
+from pennyclip.config import Augment, Config, Evaluation, ImageTower, Model, Optim, Stage
 from pennyclip.errors import RequestError
 from pennyclip.stages import make_plan
 
@@ -45,6 +45,8 @@ def test_a_stage_lowers_its_own_rates() -> None:
         ({"stages": (Stage(),)}, 100, "either epochs or samples"),
         ({"stages": (Stage(epochs=1.0, samples=5),)}, 100, "either epochs or samples"),
         ({"stages": (Stage(samples=0),)}, 100, "no update"),
+        ({"stages": (Stage(epochs=math.nan),)}, 100, "epochs = nan: expected a finite number"),
+        ({"evaluate": Evaluation(every_epochs=0)}, 100, "every_epochs = 0: expected a finite"),
         ({"optim": Optim(warmup_steps=20)}, 100, "never reach its peak"),
         ({"stages": (Stage(samples=50, mask_ratio=(0.5, 1.0)),)}, 100, "mask_ratio = 0.5 1: "),
         ({"ema_decay": 1.0}, 100, "ema_decay = 1"),

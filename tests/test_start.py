@@ -1,6 +1,7 @@
 """A run that starts from another run, and one whose cooldown is begun by hand."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from pennyclip.checkpoint import best, checkpoints
 from pennyclip.cli import main
 from pennyclip.config import Config, Optim, Stage
-from pennyclip.config_file import load_recipe, read_toml
+from pennyclip.config_file import load_recipe, read_toml, to_toml
+from pennyclip.ready import resolved
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import train
 
@@ -105,7 +107,40 @@ def test_a_cooldown_begun_by_hand_ends_the_run(
     peak = optim.lr
     assert rates[2:] == pytest.approx([peak] * 7 + [peak * (1 - 0.5**0.5)])
     assert main(["train", "--resume", str(run), "--cooldown"]) == 2
-    assert "was set to begin at update 8" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "is finished, after 10 updates" in told
+    longer = re.search(r"pennyclip (train .+) --out NEW (.+);", told)
+    assert longer is not None
+    again = [*longer[1].split(), "--out", str(tmp_path / "longer"), *longer[2].split()]
+    assert main([*again, "--stages.0.samples", str(12 * BATCH), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("stopped", "by_hand", "told"),
+    [
+        (7, 6, "was set to begin at update 6. Go on with: pennyclip train --resume"),
+        (9, None, "has begun by itself, at update 8, and it stands at 9 of 10. Go on with"),
+        (10, None, "is finished, after 10 updates"),
+    ],
+)
+def test_a_cooldown_begins_once(
+    stopped: int,
+    by_hand: int | None,
+    told: str,
+    small_dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    optim = Optim(schedule="wsd", cooldown_share=0.2, warmup_steps=2, cooldown_from=by_hand)
+    config = resolved(small(small_dataset, Stage(samples=10 * BATCH), optim=optim))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    folder = tmp_path / f"checkpoints/step_{stopped:06}"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps({"step": stopped, "score": None}))
+    assert main(["train", "--resume", str(tmp_path), "--cooldown"]) == 2
+    assert told in capsys.readouterr().err
+    assert read_toml(tmp_path / "config.toml") == config
 
 
 def test_only_a_wsd_run_has_a_cooldown(

@@ -1,10 +1,16 @@
 """What a command answers: for people, for programs, and with which exit code."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 from tyro.conf import arg
 
+UNREAD = 128 + 13
+"""Exit code where nobody reads standard output any more: a shell's, of one that SIGPIPE ended."""
 Json = Annotated[bool, arg(help="Print one JSON object on standard output, nothing else there.")]
 
 
@@ -15,3 +21,27 @@ class Answer:
     text: str
     tree: dict[str, Any]
     exit_code: int = 0
+
+
+@contextmanager
+def until_unread() -> Iterator[None]:
+    """Around what prints: ends quietly where the reader has gone, as in `pennyclip list | head -1`.
+
+    Raises:
+        SystemExit: with `UNREAD`.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # it is closed from the start: pennyclip list >&-
+                sys.stdout.flush()  # here, since nothing can be caught when Python ends
+    except BrokenPipeError:
+        discard(sys.stdout)
+        raise SystemExit(UNREAD) from None
+
+
+def discard(stream: TextIO) -> None:
+    """Send nowhere what is still to be written, or flushed when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())

@@ -44,6 +44,9 @@ def check_config(config: Config) -> None:
             f"ema_decay = {config.ema_decay:g}: expected a number between 0 and 1, such as 0.999, "
             "or none at all"
         )
+    every = config.evaluate.every_epochs
+    if not (every > 0 and math.isfinite(every)):
+        raise RequestError(f"evaluate.every_epochs = {every:g}: expected a finite number above 0")
     check_augment(config)
     _check_optim(config)
     for number, stage in enumerate(config.stages):
@@ -112,7 +115,11 @@ def _check_stage(stage: Stage, where: str, first: bool) -> None:
         )
     if stage.image_size is not None and stage.image_size < 1:
         raise RequestError(f"{where}: image_size = {stage.image_size}: expected pixels, at least 1")
-    for name, factor in (("lr_factor", stage.lr_factor), ("new_lr_factor", stage.new_lr_factor)):
+    for name, factor in (
+        ("lr_factor", stage.lr_factor),
+        ("new_lr_factor", stage.new_lr_factor),
+        ("epochs", 1 if stage.epochs is None else stage.epochs),
+    ):
         if not (factor > 0 and math.isfinite(factor)):
             raise RequestError(f"{where}: {name} = {factor:g}: expected a finite number above 0")
     if first and stage.new_lr_factor != 1:

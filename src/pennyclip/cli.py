@@ -1,6 +1,7 @@
 """The command line: the only reader of argv. Imports torch only in a command that needs it.
 
-Exit codes: 0 done, 1 it ran and failed, 2 the request was wrong, 130 / 143 stopped by a signal.
+Exit codes: 0 done, 1 it ran and failed, 2 the request was wrong, 130 / 143 stopped by a signal,
+141 nobody reads the answer any more.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from pennyclip.answer import Answer, Json
+from pennyclip.answer import Answer, Json, until_unread
 from pennyclip.bench.commands import BatchSize, Precision, Rate
 from pennyclip.config import Config
 from pennyclip.config_file import load_recipe
@@ -321,6 +322,7 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+@until_unread()
 def parse(argv: Sequence[str]) -> Command:
     """The command that the arguments describe.
 
@@ -361,6 +363,7 @@ def parse(argv: Sequence[str]) -> Command:
     )
 
 
+@until_unread()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv

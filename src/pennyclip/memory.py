@@ -1,5 +1,10 @@
-"""How much memory there is, and what running out of it looks like."""
+"""How much memory there is and was taken, and what running out of it looks like."""
 
+import ctypes
+import gc
+import resource
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -42,3 +47,31 @@ def available(device: torch.device) -> int:
     # File pages that nobody reads are given back under pressure.
     idle = int(statistics[statistics.index("inactive_file") + 1])
     return min(free, limit - used + idle)
+
+
+def peak(device: torch.device) -> int:
+    """Most bytes that this process has held since `reset_peak`, libraries included on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux, whose ru_maxrss a new process inherits from its parent
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return 1024 * int(fields["VmHWM"].split()[0])
+    scale = 1 if sys.platform == "darwin" else 1024
+    return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def reset_peak(device: torch.device) -> None:
+    """Give back what is free, and count the peak from what is held now.
+
+    Other systems than Linux do not let a process do that on a CPU: there the peak stays.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # a C library that has none
+            ctypes.CDLL(None).malloc_trim(0)
+        with suppress(OSError):  # a sandbox that refuses
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)

@@ -11,6 +11,7 @@ from pennyclip.checkpoint import Checkpoint, checkpoints
 from pennyclip.config import Config
 from pennyclip.config_file import read_toml, to_toml, to_tree
 from pennyclip.errors import RequestError
+from pennyclip.stages import Plan
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,32 @@ def find_run(config: Config, out: Path) -> RunFolder:
 
 
 @contextmanager
-def cooling(path: Path, config: Config) -> Iterator[Config]:
+def cooling(path: Path, config: Config, plan: Plan) -> Iterator[Config]:
     """A run's request with its cooldown set to begin at its last checkpoint.
 
     The run is that request from then on, unless it is refused inside.
 
+    Args:
+        path: the run's folder.
+        config: its request.
+        plan: what follows from that.
+
     Raises:
-        RequestError: it has no checkpoint, or its cooldown has been set before.
+        RequestError: it has no checkpoint or is finished; it has no cooldown, or one that has been
+            set before or has begun by itself.
     """
     found = checkpoints(path)
     if not found:
         raise RequestError(f"{path} has no checkpoint from which the rate could begin to fall")
+    step = found[-1].step
+    if step >= plan.steps:
+        again = " --optim.cooldown-from None" * (config.optim.cooldown_from is not None)
+        raise RequestError(
+            f"{path} is finished, after {plan.steps} updates: there is nothing left to cool down. "
+            "To train on from its best checkpoint, with a course of the rate of its own: "
+            f"pennyclip train {path}/config.toml --init {path} --out NEW{again}; "
+            "--stages.0.epochs and the like say for how long"
+        )
     if config.optim.schedule != "wsd":
         raise RequestError(
             f"the schedule of {path} is '{config.optim.schedule}': only 'wsd' has a cooldown that "
@@ -93,7 +109,12 @@ def cooling(path: Path, config: Config) -> Iterator[Config]:
             f"the cooldown of {path} was set to begin at update {config.optim.cooldown_from}. Go "
             f"on with: pennyclip train --resume {path}"
         )
-    changed = replace(config, optim=replace(config.optim, cooldown_from=found[-1].step))
+    if step > plan.cooldown_from:
+        raise RequestError(
+            f"the cooldown of {path} has begun by itself, at update {plan.cooldown_from}, and it "
+            f"stands at {step} of {plan.steps}. Go on with: pennyclip train --resume {path}"
+        )
+    changed = replace(config, optim=replace(config.optim, cooldown_from=step))
     write_text(path / "config.toml", to_toml(changed))
     try:
         yield changed

@@ -10,14 +10,15 @@ import torch
 
 import pennyclip.train as module_train
 from pennyclip.bench import module_errors, precision
-from pennyclip.bench.batch_size import MIB, BatchSizes, Size
+from pennyclip.bench.batch_size import MIB, BatchSizes
 from pennyclip.bench.module_errors import measure_module_errors
-from pennyclip.bench.precision import Row
+from pennyclip.bench.precision import Row, measure_precisions
+from pennyclip.bench.sizes import Ending, Size
 from pennyclip.bench.workbench import open_workbench
 from pennyclip.cli import main
 from pennyclip.config import Config, LossScaling, ModulePrecision
 from pennyclip.config_file import to_toml
-from pennyclip.errors import RequestError
+from pennyclip.errors import RequestError, RunError
 from small_runs import small_run
 
 U = 2.0**-8  # the largest relative error of rounding to bfloat16
@@ -98,9 +99,31 @@ def test_gradients_that_a_small_scale_loses_are_counted(
     assert lost[1.0] > 0.03
 
 
-def test_fp32_is_not_compared_with_itself(small_dataset: Path) -> None:
-    with pytest.raises(RequestError, match="compared with itself"):
-        measure_module_errors(recipe(small_dataset, precision="fp32"))
+def test_fp32_is_not_compared_with_itself(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe in fp32 is shown what 16 bits would do: bf16, also where the machine emulates it."""
+    monkeypatch.setattr("pennyclip.precision.has_bf16", lambda _: False)
+    own = (ModulePrecision(modules="visual.trunk.blocks.1", precision="fp32"),)
+    found = measure_module_errors(recipe(small_dataset, precision="fp32", precision_of=own))
+    assert (found.precision, found.instead_of) == ("bf16", "fp32")
+    assert 0.3 * U < {m.name: m for m in found.modules}["visual.head.proj"].own_error < U
+    assert str(found).startswith("Nothing would run in 16 bits here (precision = fp32): shown is")
+    assert module_errors._looked_at(recipe(small_dataset, precision="auto")) == "bf16"
+    mixed = (ModulePrecision(modules="visual.trunk.blocks.1", precision="bf16"),)
+    kept = recipe(small_dataset, precision="fp32", precision_of=mixed)
+    assert module_errors._looked_at(kept) == "fp32"
+    with pytest.raises(RequestError, match=r"precision = tf32: .* Name another: --precision bf16"):
+        measure_module_errors(recipe(small_dataset, precision="tf32"))
+
+
+@pytest.mark.parametrize("option", [["--among", "bf16"], ["--up-to", "8"], ["--epochs", "2"]])
+def test_what_belongs_to_the_table_is_refused_beside_errors(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "precision", "scratch-vit-tiny", "--data", "x", "--errors", *option]
+    assert main(command) == 2
+    assert f"{option[0]} belongs to the table" in capsys.readouterr().err
 
 
 def test_the_table_and_its_page(
@@ -111,20 +134,21 @@ def test_the_table_and_its_page(
 ) -> None:
     asked = []
 
-    def sizes(config: Config, *, up_to: int, rounds: int) -> BatchSizes:
-        asked.append((config.precision, config.optim.stochastic_rounding))
+    def sizes(config: Config, *, up_to: int | None, rounds: int) -> BatchSizes:
+        asked.append((config.precision, config.optim.stochastic_rounding, up_to))
         found = (Size(8, 60 * MIB, True, 1.0), Size(16, 70 * MIB, True, 1.0))
+        ended_by: Ending = "memory" if config.precision == "fp32" else "time"
         return BatchSizes(
-            "a device", "bf16", "a stage", 16, 2**30, 0, found, 16, "larger: not asked for", 8
+            "a device", "bf16", "a stage", 16, 2**30, 0, found, 16, ended_by, "in words", 8
         )
 
     monkeypatch.setattr(precision, "measure_batch_sizes", sizes)  # has tests of its own
     (tmp_path / "recipe.toml").write_text(to_toml(recipe(small_dataset)))
     command = ["bench", "precision", str(tmp_path / "recipe.toml"), "--epochs", "0.5"]
-    command += ["--among", "fp32", "pure-bf16-stochastic", "--up-to", "16"]
+    command += ["--among", "fp32", "pure-bf16-stochastic"]
     assert main([*command, "--out", str(tmp_path / "out"), "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    assert asked == [("fp32", False), ("pure-bf16", True)]
+    assert asked == [("fp32", False, None), ("pure-bf16", True, None)]
     exact, rounded = tree["rows"]
     assert (exact["name"], rounded["name"]) == ("fp32", "pure-bf16-stochastic")
     runs = [tmp_path / "out" / row["name"] for row in (exact, rounded)]
@@ -141,9 +165,11 @@ def test_the_table_and_its_page(
         assert row["score"] == evaluations[-1]["metrics"]["mean_recall"]
         assert len(row["course"]) == len(evaluations) > 1
         assert row["largest"] == 16
-        assert row["larger_untried"]
         assert row["peak_bytes"] == 70 * MIB
+    assert [row["ended_by"] for row in (exact, rounded)] == ["memory", "time"]
     page = (tmp_path / "out" / "precision.html").read_text()
+    assert '<td class="number">16</td><td class="number">memory</td>' in page
+    assert '<td class="number">≥ 16</td><td class="number">time</td>' in page
     assert "pure-bf16-stochastic" in page
     assert "<svg" in page
     assert "extrapolated" in page
@@ -151,9 +177,26 @@ def test_the_table_and_its_page(
 
 def test_peak_memory_is_that_of_the_recipes_own_batch() -> None:
     sizes = tuple(Size(n, n * MIB, True) for n in (50, 100, 128))
-    found = BatchSizes("a device", "bf16", "a stage", 100, 2**30, 0, sizes, 128, "", 50)
-    assert precision._memory(Row("bf16"), found, 100, 128).peak_bytes == 100 * MIB
-    assert precision._memory(Row("bf16"), found, 120, 128).peak_bytes is None  # not 128's
+    found = BatchSizes("a device", "bf16", "a stage", 100, 2**30, 0, sizes, 128, "rows", "", 50)
+    assert precision._memory(Row("bf16"), found, 100).peak_bytes == 100 * MIB
+    assert precision._memory(Row("bf16"), found, 120).peak_bytes is None  # not 128's
+
+
+def test_a_memory_that_cannot_be_measured_costs_no_more_than_that(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sizes(config: Config, **_: object) -> BatchSizes:
+        if config.precision == "fp32":
+            raise RunError("measuring failed")
+        return BatchSizes("a device", "bf16", "a stage", 16, 2**30, 0, (), 8, "memory", "", 8)
+
+    monkeypatch.setattr(precision, "measure_batch_sizes", sizes)
+    config = recipe(small_dataset)
+    exact, other = measure_precisions(config, among=("fp32", "bf16"), epochs=0.2).rows
+    assert exact.epoch_seconds is not None
+    assert (exact.largest, exact.failure, other.largest) == (None, "measuring failed", 8)
+    with pytest.raises(RunError, match="no precision's memory could be measured: measuring failed"):
+        measure_precisions(config, among=("fp32",), epochs=0.2)
 
 
 def test_unknown_and_missing_precisions_are_refused(
@@ -166,6 +209,23 @@ def test_unknown_and_missing_precisions_are_refused(
         command = ["bench", "precision", str(tmp_path / "recipe.toml"), "--among", name]
         assert main(command) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (["--epochs", "nan"], "epochs = nan: expected a number above 0"),
+        (["--up-to", "1"], "up_to = 1: expected at least 2 pairs"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_any_run(
+    option: list[str], told: str, small_dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "precision", "scratch-vit-tiny", "--data", str(small_dataset)]
+    assert main([*command, *option]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "a run" not in err
 
 
 def test_fp16_must_be_asked_for_on_a_cpu() -> None:

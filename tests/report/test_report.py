@@ -57,7 +57,7 @@ def test_what_is_read(run: Path) -> None:
     missed = math.comb(28, 10) / math.comb(30, 10)
     assert chance(read, record, 10, "image_to_text") == pytest.approx(1 - missed)
     assert read.subsets == {"dev": 100, "train": 1200, "val": 200}
-    told = [(step, name) for step, name, _, _ in timeline(read)]
+    told = [(entry.step, entry.name) for entry in timeline(read)]
     assert told == [(200, "slow"), (200, "resumed"), (400, "end")]
 
 
@@ -335,3 +335,20 @@ def test_events_of_an_abandoned_stretch_are_told(tmp_path: Path) -> None:
     assert "error" in told[1][2]
     assert told[2][2] == "after a stop"
     assert read.steps == 20
+    assert "To do:" not in write_report(run).read_text(encoding="utf-8")
+
+
+def test_a_stop_that_was_resumed_asks_for_nothing(tmp_path: Path) -> None:
+    """Also where it was resumed at the very step; the next stop does."""
+    (run := tmp_path / "run").mkdir()
+    for step, message in ((34, "disk full"), (40, "disk full again")):
+        metrics = Metrics(run / "metrics.jsonl", resume_step=0 if step == 34 else 34)
+        metrics.log("start", 0 if step == 34 else 34)
+        metrics.log("event", step, name="stopped", message=message)
+        metrics.log("end", step, reason="error")
+        metrics.close()
+    told = timeline(read_run(run))
+    assert [entry.past for entry in told if entry.name == "stopped"] == [True, False]
+    page = write_report(run).read_text(encoding="utf-8")
+    assert page.count("To do:") == 1
+    assert page.index("disk full again") < page.index("To do:")

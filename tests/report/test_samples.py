@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from pennyclip.data.index import Dataset
 from pennyclip.data.loader import Loader
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.data.tokens import TokenStore
+from pennyclip.report.samples import write_samples
 
 ARGUMENTS = ["samples", "scratch-vit-tiny", "--count", "5", "--epochs", "3", "--json"]
 
@@ -61,9 +63,21 @@ def test_pictures_and_captions_of_each_epoch(
         assert len(set(captions)) > 1 or len(words) < 4
 
 
+def test_more_pairs_than_there_are_show_each_once(small_dataset: Path, tmp_path: Path) -> None:
+    config = replace(load_recipe(ARGUMENTS[1]), data=str(small_dataset), subset="dev")
+    captions = write_samples(config, tmp_path / "samples.html", count=1000, epochs=1)
+    dataset = Dataset(small_dataset)
+    rows = dataset.subset("dev").tolist()
+    assert len(captions) == len(rows)
+    for row, (shown,) in zip(rows, captions, strict=True):
+        assert shown in dataset.captions(row)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["--count", "0"], r"count = 0: expected 1 or more\."),
+        (["--epochs", "0"], r"epochs = 0: expected 1 or more\."),
         (["--augment.crop-scale", "1", "1"], "changes neither pictures nor captions"),
         (["--augment.synonyms", "0.1"], "set augment.wordnet"),
         (["--augment.synonyms", "0.1", "--augment.wordnet", "nowhere"], r"no index\.noun"),

@@ -35,6 +35,28 @@ def test_describe() -> None:
     ]
 
 
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    """As in: pennyclip train ... 2>&1 | head -1"""
+    run = (
+        "import sys; from pennyclip.telemetry.console import Console; console = Console(2); "
+        "console.say('first'); sys.stdin.readline(); console.say('second'); "
+        "console.say('third'); console.close(); print('done')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "first\n"
+    process.stderr.close()
+    process.stderr = None
+    out, _ = process.communicate("go on\n")
+    assert (process.returncode, out) == (0, "done\n")
+
+
 def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 130.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))

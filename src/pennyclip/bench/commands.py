@@ -10,6 +10,7 @@ from tyro.conf import arg
 
 from pennyclip.answer import Answer, Json
 from pennyclip.config import Config
+from pennyclip.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class BatchSize:
     stage: int | None = None
     """Which stage of the recipe, from 1; unset: the last."""
     up_to: int | None = None
-    """Largest batch to try; unset: all rows to train on, as far as memory and a minute an update
+    """Largest batch to try; unset: all rows to train on, as far as memory and 20 seconds an update
     allow."""
     rounds: int = 3
     """Timed updates of each size, in turns."""
@@ -41,7 +42,8 @@ class Precision:
 
     config: Annotated[Config, arg(name="")]
     errors: bool = False
-    """Compare each module with float32, in the recipe's precision, on one real batch."""
+    """Compare each module with float32, in the recipe's precision (one of 16 bits where that is
+    fp32), on one real batch."""
     among: tuple[str, ...] = ()
     """Which ones, such as fp32 bf16 pure-bf16-stochastic; unset: all that the device has, on CPUs
     not the slow fp16."""
@@ -50,13 +52,21 @@ class Precision:
     epochs: float = 1.0
     """Length of each precision's run."""
     up_to: int | None = None
-    """Largest batch to try; unset: four times the recipe's batch_size."""
+    """Largest batch to try; unset: all rows to train on, as far as memory and 20 seconds an update
+    allow."""
     out: Path | None = None
     """A folder for the table as a page, and for the runs; unset: nothing is kept."""
     json: Json = False
 
     def run(self) -> Answer:
         if self.errors:
+            unused = [name for name in ("among", "up_to", "out") if getattr(self, name)]
+            unused += ["epochs"] * (self.epochs != Precision.epochs)
+            if unused:
+                raise RequestError(
+                    f"--{unused[0].replace('_', '-')} belongs to the table of precisions, and "
+                    "--errors looks at a single one, --precision. Leave one of the two out."
+                )
             from pennyclip.bench.module_errors import measure_module_errors
 
             errors = measure_module_errors(self.config, self.stage)

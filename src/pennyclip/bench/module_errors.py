@@ -24,10 +24,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pennyclip.bench.workbench import Workbench, open_workbench, stage_number
-from pennyclip.config import Config, LossScaling
+from pennyclip.config import Config, LossScaling, Precision
 from pennyclip.errors import RequestError
 from pennyclip.narrow import narrowed
-from pennyclip.precision import autocast, own_precisions
+from pennyclip.precision import autocast, choose, own_precisions
+from pennyclip.ready import run_device
 
 KERNELS = (
     *("mm", "conv", "norm", "attention", "attn", "softmax", "embedding"),
@@ -89,6 +90,8 @@ class ModuleErrors:
     """What a precision does to each module of a model."""
 
     precision: str
+    instead_of: str | None
+    """What the recipe says, where it means fp32; None: `precision` is the recipe's."""
     loss_scale: float
     loss: float
     exact_loss: float
@@ -104,7 +107,14 @@ class ModuleErrors:
     def __str__(self) -> str:
         scale = f", loss scale {self.loss_scale:,.0f}" if self.loss_scale != 1 else ""
         width = max((len(m.name) for m in self.modules), default=6)
-        lines = [
+        lines = []
+        if self.instead_of:
+            lines = [
+                f"Nothing would run in 16 bits here (precision = {self.instead_of}): shown is "
+                f"{self.precision}. For another: --precision pure-bf16",
+                "",
+            ]
+        lines += [
             f"{self.precision} against fp32 on one batch{scale}: loss {self.loss:.6f} against "
             f"{self.exact_loss:.6f}",
             "",
@@ -163,21 +173,18 @@ def measure_module_errors(config: Config, stage: int | None = None) -> ModuleErr
     """Compare each module with float32, at a run's start.
 
     Args:
-        config: with its data and the precision to look at.
+        config: with its data and the precision to look at. Where nothing would run in 16 bits, that
+            is what `auto` takes here, or bf16 where it takes fp32.
         stage: from 1; None: the last, in which usually most learns.
 
     Raises:
-        RequestError: the recipe could not be trained as it stands, or runs in fp32.
+        RequestError: the recipe could not be trained as it stands, or runs in tf32.
     """
     number = stage_number(config, stage, -1)
-    config = replace(config, workers=0)
+    asked, taken = config.precision, _looked_at(config)
+    config = replace(config, workers=0, precision=taken)
     config = replace(config, optim=replace(config.optim, stochastic_rounding=False))
     bench = open_workbench(config, number)
-    if bench.precision in ("fp32", "tf32") and not config.precision_of:
-        raise RequestError(
-            f"precision = {config.precision}: fp32 would be compared with itself. Name another: "
-            "--precision bf16"
-        )
     plain = replace(
         config,
         precision="fp32",
@@ -207,11 +214,32 @@ def measure_module_errors(config: Config, stage: int | None = None) -> ModuleErr
         reference = _pass(exact)
     return ModuleErrors(
         precision=bench.precision,
+        instead_of=asked if asked != taken else None,
         loss_scale=scale,
         loss=float(record["loss"]),
         exact_loss=float(reference["loss"]),
         modules=tuple(modules.values()),
     )
+
+
+def _looked_at(config: Config) -> Precision:
+    """The recipe's precision, unless all would run in fp32: then one of 16 bits.
+
+    Raises:
+        RequestError: it is tf32, of which modules show nothing.
+    """
+    if any(choice.precision != "fp32" for choice in config.precision_of):
+        return config.precision
+    if config.precision == "tf32":
+        raise RequestError(
+            "precision = tf32: it rounds what goes into products, and every module's own numbers "
+            "stay fp32's, so there is nothing to compare. Name another: --precision bf16"
+        )
+    auto = choose("auto", run_device(), 0).precision
+    here = auto if config.precision == "auto" else config.precision
+    if here != "fp32":
+        return config.precision
+    return auto if auto != "fp32" else "bf16"
 
 
 def _pass(bench: Workbench) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pennyclip.bench.batch_size import BatchSizes, measure_batch_sizes
+from pennyclip.bench.sizes import PATIENCE, Ending, check_up_to
 from pennyclip.bench.workbench import stage_number
 from pennyclip.config import Config, LossScaling, Precision
 from pennyclip.errors import RequestError, RunError
@@ -55,8 +56,8 @@ class Row:
     """At the recipe's batch size; None: that was not run whole."""
     largest: int | None = None
     """Pairs."""
-    larger_untried: bool = False
-    """The largest batch was limited by what was asked for, not by memory."""
+    ended_by: Ending | None = None
+    """What kept larger ones from being run; only memory says that they would not fit."""
     score: float | None = None
     """Mean recall on the development split at the end."""
     samples_to_near: int | None = None
@@ -86,6 +87,7 @@ class Precisions:
         "speed",
         "peak MiB",
         "largest batch",
+        "ended by",
         "mean recall",
         f"pairs to {NEAR:.0%}",
         "skipped",
@@ -98,13 +100,15 @@ class Precisions:
         for row in self.rows:
             seconds = row.epoch_seconds
             speed = f"{first / seconds:.2f}" if first and seconds else "–"
+            untried = "≥ " if row.ended_by != "memory" else ""
             out.append(
                 [
                     row.name,
                     f"{seconds:,.1f}" if seconds else "–",
                     speed,
                     f"{row.peak_bytes / MIB:,.0f}" if row.peak_bytes else "–",
-                    f"{'≥ ' if row.larger_untried else ''}{row.largest:,}" if row.largest else "–",
+                    f"{untried}{row.largest:,}" if row.largest else "–",
+                    row.ended_by or "–",
                     f"{row.score:.1%}" if row.score is not None else "–",
                     f"{row.samples_to_near:,}" if row.samples_to_near else "–",
                     f"{row.skipped}",
@@ -123,6 +127,9 @@ class Precisions:
             "development split; one run each, so small differences are noise.",
             f"Peak memory: of a process that makes updates at batch {self.batch_size}, libraries "
             "included; – where so many pairs do not fit whole, or were not asked for.",
+            "Largest batch: ended by memory, it is the largest that leaves a margin free; ended by "
+            f"rows (no more to train on), time (an update took more than {PATIENCE:.0f} s) or "
+            "up-to, larger ones were not tried.",
         ]
         return lines + [f"{row.name}: {row.failure}" for row in self.rows if row.failure]
 
@@ -157,15 +164,19 @@ def measure_precisions(
             float16, which is emulated there (an update of a small model can take a minute).
         stage: from 1; None: the first.
         epochs: length of each run.
-        up_to: largest batch to try; None: four times the recipe's.
+        up_to: largest batch to try; None: as far as memory, rows or PATIENCE allow.
         runs: where the runs are kept; None: they are not.
         say: is told what is being measured.
 
     Raises:
         RequestError: there is no such precision, or the recipe could not be trained as it stands.
+        RunError: no precision could be measured.
         KeyboardInterrupt: a signal stopped one of the runs.
     """
     number = stage_number(config, stage, 0)
+    check_up_to(up_to)
+    if not 0 < epochs < math.inf:
+        raise RequestError(f"epochs = {epochs:g}: expected a number above 0")
     device = run_device()
     short = replace(config.stages[number], epochs=epochs, samples=None)
     config = replace(
@@ -190,10 +201,14 @@ def measure_precisions(
                 row = replace(row, failure=str(error))
             # After the run: frozen layers' features, which it stored, need no room any more.
             say(f"{name}: memory")
-            most = 4 * config.batch_size if up_to is None else up_to
-            sizes = measure_batch_sizes(own, up_to=most, rounds=1)
-            rows.append(_memory(row, sizes, config.batch_size, most))
-    assert sizes is not None, "_names gives at least one"
+            try:
+                sizes = measure_batch_sizes(own, up_to=up_to, rounds=1)
+                row = _memory(row, sizes, config.batch_size)
+            except RunError as error:
+                row = replace(row, failure=f"{row.failure} {error}".strip())
+            rows.append(row)
+    if sizes is None:
+        raise RunError(f"no precision's memory could be measured: {rows[-1].failure}")
     return Precisions(sizes.device, sizes.stage, config.batch_size, epochs, updates, tuple(rows))
 
 
@@ -224,10 +239,9 @@ def _with_precision(config: Config, name: str) -> Config:
     return replace(config, precision=precision, optim=optim, loss_scaling=scaling)
 
 
-def _memory(row: Row, sizes: BatchSizes, batch_size: int, most: int) -> Row:
+def _memory(row: Row, sizes: BatchSizes, batch_size: int) -> Row:
     peak = next((s.peak_bytes for s in sizes.sizes if s.pairs == batch_size), None)
-    untried = sizes.largest == most
-    return replace(row, peak_bytes=peak, largest=sizes.largest, larger_untried=untried)
+    return replace(row, peak_bytes=peak, largest=sizes.largest, ended_by=sizes.ended_by)
 
 
 def _run(row: Row, config: Config, out: Path, first: Row | None) -> tuple[Row, int]:

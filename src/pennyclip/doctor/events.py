@@ -13,9 +13,14 @@ from pennyclip.telemetry.events import remedy
 SINCE_PEAK = 3
 """Evaluations after the best one, all lower, before it counts as a peak. Chosen."""
 
+UNDONE = "undone by a resume from before it"
+RESUMED = "resumed since"
+
 
 def diagnose(path: Path) -> Answer:
     """Sum up a run's events by their names, in the order in which these came first.
+
+    What a resume has undone, and stops from which the run went on, are told apart, as its past.
 
     Raises:
         RequestError: it is no run folder.
@@ -24,25 +29,28 @@ def diagnose(path: Path) -> Answer:
         raise RequestError(f"{path} is not a run: expected a folder with metrics.jsonl")
     run = read_run(path)
     found: dict[str, dict[str, Any]] = {}
+    past: dict[tuple[str, str], dict[str, Any]] = {}
     for record in run.kind("event"):
-        entry = found.setdefault(
-            record["name"],
-            {
-                "count": 0,
-                "first": record["step"],
-                "message": record["message"],
-                "do": remedy(record, path),
-            },
-        )
-        entry |= {"count": entry["count"] + 1, "last": record["step"]}
+        name, step, message = record["name"], record["step"], record["message"]
+        if run.is_past(record):
+            why = RESUMED if name == "stopped" else UNDONE
+            new = {"name": name, "why": why, "count": 0, "first": step, "message": message}
+            entry = past.setdefault((name, why), new)
+        else:
+            new = {"count": 0, "first": step, "message": message, "do": remedy(record, path)}
+            entry = found.setdefault(name, new)
+        entry |= {"count": entry["count"] + 1, "last": step}
     lines = []
     for name, entry in found.items():
-        steps = f"step {entry['first']}"
-        if entry["count"] > 1:
-            steps = f"{entry['count']} times, steps {entry['first']} to {entry['last']}; the first"
-        lines += [f"{name} ({steps}): {entry['message']}", f"    do: {entry['do']}"]
+        lines.append(f"{name} ({_steps(entry)}): {entry['message']}")
+        lines += [f"    do: {entry['do']}"] * bool(entry["do"])
     if not found:
         lines = [f"{path}: no event in {run.steps} steps"]
+    if past:
+        lines.append("past, nothing to do:")
+    for entry in past.values():
+        told = f"{entry['name']} ({_steps(entry)}), {entry['why']}: {entry['message']}"
+        lines.append(f"    {told}")
     overfit = over_fitting(run)
     if overfit is not None:
         lines += [
@@ -57,8 +65,20 @@ def diagnose(path: Path) -> Answer:
             f"not finished: {words}",
             f"    do: go on with pennyclip train --resume {shlex.quote(str(path))}",
         ]
-    tree = {"run": str(path), "unfinished": unfinished, "over_fitting": overfit, "events": found}
+    tree = {
+        "run": str(path),
+        "unfinished": unfinished,
+        "over_fitting": overfit,
+        "events": found,
+        "past": list(past.values()),
+    }
     return Answer("\n".join(lines), tree)
+
+
+def _steps(entry: dict[str, Any]) -> str:
+    if entry["count"] == 1:
+        return f"step {entry['first']}"
+    return f"{entry['count']} times, steps {entry['first']} to {entry['last']}; the first"
 
 
 def over_fitting(run: Run) -> str | None:

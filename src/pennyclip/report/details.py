@@ -20,11 +20,12 @@ COUNTS = {
 def events(run: Run) -> Html:
     """Everything out of the ordinary, in order."""
     rows, told = [], set[str]()
-    for step, name, message, evidence in timeline(run):
+    for step, name, message, evidence, past in timeline(run):
         facts = ", ".join(f"{key} {plain(value)}" for key, value in flat(evidence)) or None
-        event = {"name": name, "step": step, **evidence}
-        do = None if name in told else remedy(event, run.path)
-        told.add(name)
+        do = None
+        if not past and name not in told:
+            do = remedy({"name": name, "step": step, **evidence}, run.path)
+            told.add(name)
         rows.append(
             (
                 f"{step:,}",
@@ -34,7 +35,7 @@ def events(run: Run) -> Html:
         )
     explanation = note(
         "Resumes, stops, and whatever was noticed on the way (skipped updates, changed rates); at "
-        "the first of each kind, what to do."
+        "the first of each kind that a resume has not undone, what to do."
     )
     body = table(("step", "event", "what happened"), rows) if rows else note("None.")
     return section("events", "Events", explanation, body)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -133,6 +133,13 @@ class Run:
                 parts[-1].append(record)
         return parts
 
+    def is_past(self, event: Record) -> bool:
+        """Whether an event calls for nothing any more: a resume has undone the updates that it was
+        about, or it is a stop from which the run went on."""
+        if event.get("abandoned"):
+            return True
+        return event.get("name") == "stopped" and all(event is not r for r in self.parts[-1])
+
     @property
     def seconds(self) -> float:
         """Wall-clock time over all processes; of one that was killed, up to its last record."""
@@ -235,26 +242,38 @@ def chance(run: Run, record: Record, k: int, direction: str = "text_to_image") -
     return guessing(images, count(record, "captions"), k, direction) if images > k else math.nan
 
 
-def timeline(run: Run) -> list[tuple[int, str, str, dict[str, Any]]]:
-    """(step, name, message, evidence) of everything out of the ordinary, in order."""
-    told: list[tuple[int, str, str, dict[str, Any]]] = []
+class Entry(NamedTuple):
+    """Something out of the ordinary in a run."""
+
+    step: int
+    name: str
+    message: str
+    evidence: dict[str, Any]
+    past: bool = True
+    """Nothing is to be done about it any more."""
+
+
+def timeline(run: Run) -> list[Entry]:
+    """Everything out of the ordinary, in order."""
+    told: list[Entry] = []
     known = {"kind", "step", "time", "name", "message", "abandoned"}
     for index, part in enumerate(run.parts):
         if index:
             reason = "after a stop"
             if not any(record["kind"] == "end" for record in run.parts[index - 1]):
                 reason = "the process before it ended without a word: killed, or the machine failed"
-            told.append((part[0]["step"], "resumed", reason, {}))
+            told.append(Entry(part[0]["step"], "resumed", reason, {}))
         for record in part:
             if record["kind"] == "event":
                 evidence = {key: value for key, value in record.items() if key not in known}
                 name, message = str(record.get("name", "event")), str(record.get("message", ""))
                 if record.get("abandoned"):
                     message += " (Since then the run was resumed from before this step.)"
-                told.append((record["step"], name, message, evidence))
+                told.append(Entry(record["step"], name, message, evidence, run.is_past(record)))
             elif record["kind"] == "end":
                 took = duration(part_seconds(part))
-                told.append((record["step"], "end", f"{record.get('reason')}, after {took}", {}))
+                reason = f"{record.get('reason')}, after {took}"
+                told.append(Entry(record["step"], "end", reason, {}))
     return told
 
 

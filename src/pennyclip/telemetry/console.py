@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from pennyclip.answer import discard
 from pennyclip.telemetry.metrics import Record, rates_by_part
 
 PAUSE = 10.0  # seconds between two plain lines of progress. chosen: a log, not a bar
@@ -99,9 +100,12 @@ class Console:
         seconds = round((self._end - step) * elapsed / (step - self._start))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}{self._stage}"
 
-    @staticmethod
-    def _print(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def _print(self, line: str) -> None:
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except BrokenPipeError:  # whoever read along has gone; the run goes on without
+            self._quiet = True
+            discard(sys.stderr)
 
 
 def describe(record: Record) -> list[str]:
