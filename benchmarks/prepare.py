@@ -30,7 +30,7 @@ from PIL import Image
 
 from machine import processor, publish
 from pennyclip.data import images
-from pennyclip.data.loader import fit_square
+from pennyclip.data.resize import centre_square, fit_to
 from pennyclip.prepare import prepare
 from photographs import HINT, find_photographs, photographs
 
@@ -55,7 +55,7 @@ def pillow_shortest(jpeg: bytes) -> Pixels:
 
 
 def our_shortest(jpeg: bytes) -> Pixels:
-    return images.fit_to(images.decode(jpeg).pixels, SIDE, "shortest")
+    return fit_to(images.decode(jpeg).pixels, SIDE, "shortest")
 
 
 def pillow_square(jpeg: bytes) -> Pixels:
@@ -65,7 +65,7 @@ def pillow_square(jpeg: bytes) -> Pixels:
 
 
 def our_square(jpeg: bytes) -> Pixels:
-    return fit_square(images.decode(jpeg).pixels, SQUARE).permute(1, 2, 0).numpy()
+    return centre_square(images.decode(jpeg).pixels, SQUARE)
 
 
 KINDS: dict[str, tuple[Callable[[bytes], Pixels], Callable[[bytes], Pixels]]] = {

@@ -71,7 +71,7 @@ def image_embeddings(model: CLIP, dataset: Dataset, chunk: int, progress: Progre
 
     inputs = (PREPROCESSING, tower.image_size, computation(tower.config))
     name = fingerprint(tower.state_dict(), *inputs)
-    starts, width = _row_starts(dataset), model.config.embed_dim
+    starts, width = dataset.shard_starts, model.config.embed_dim
     return _by_shard(dataset, name, starts, width, compute, "image embeddings", progress)
 
 
@@ -89,12 +89,8 @@ def text_embeddings(
 
     inputs = (tokens.fingerprint, tower.context_length, computation(model.config.text))
     name = fingerprint(tower.state_dict(), *inputs)
-    starts, width = dataset.caption_starts[_row_starts(dataset)], model.config.embed_dim
+    starts, width = dataset.caption_starts[dataset.shard_starts], model.config.embed_dim
     return _by_shard(dataset, name, starts, width, compute, "text embeddings", progress)
-
-
-def _row_starts(dataset: Dataset) -> I64:
-    return np.concatenate([[0], np.cumsum([s["rows"] for s in dataset.meta["shards"]])])
 
 
 def _by_shard(

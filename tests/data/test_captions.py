@@ -1,9 +1,17 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 
-from pennyclip.data.captions import caption_sizes, repeated, sample, token_notes, tokens_per_word
+from pennyclip.data.captions import (
+    SAMPLE,
+    caption_sizes,
+    repeated,
+    sample,
+    token_notes,
+    tokens_per_word,
+)
 from pennyclip.data.index import Dataset
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.data.tokens import TokenStore
@@ -45,7 +53,6 @@ def test_sizes_are_python_s(small_dataset: Path) -> None:
 
 
 def test_repeated_captions_are_counted_as_groups_compare_them() -> None:
-
     texts = ["a dog", "A  Dog ", "cat", "a DOG", "cat", "once"]
     assert repeated(pa.chunked_array([texts]), 5) == [("a dog", 3), ("cat", 2)]
     assert repeated(pa.chunked_array([texts[:1]]), 5) == []
@@ -55,3 +62,8 @@ def test_a_sample_is_spread_over_the_rows(small_dataset: Path) -> None:
     dataset = Dataset(small_dataset)
     rows = dataset.subset("train")
     assert sample(dataset, rows) == [dataset.captions(int(row))[0] for row in rows]
+    many = SimpleNamespace(captions=lambda row: [str(row), "another"])
+    chosen = np.array(sample(many, np.arange(10 * SAMPLE) + 7), int)  # type: ignore[arg-type]
+    assert len(chosen) == SAMPLE
+    assert (chosen[0], chosen[-1]) == (7, 10 * SAMPLE + 6)
+    assert set(np.diff(chosen)) == {10, 11}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pennyclip.data.duplicates import Links, near_pairs, row_groups
-from pennyclip.data.images import fine_hash, phash, pixel_hash, resize_short_side
+from pennyclip.data.hashes import fine_hash, phash, pixel_hash
+from pennyclip.data.resize import resize_short_side
 from pennyclip.prepare import prepare
 
 CLIPART = Path(__file__).resolve().parents[2] / "examples/clipart"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from pennyclip.data import engines
+from pennyclip.data.index import Dataset
 from pennyclip.data.shards import ShardTask, make_shard
 from pennyclip.errors import RequestError, RunError
-from pennyclip.prepare import prepare
-
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'pennyclip[ray]'")
+from pennyclip.prepare import prepare, work
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +33,6 @@ def cluster() -> Any:
 
 @pytest.fixture(scope="module")
 def pictures(small_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pennyclip.data.index import Dataset
-
     folder = tmp_path_factory.mktemp("ray") / "pictures"
     folder.mkdir()
     dataset = Dataset(small_dataset)
@@ -85,8 +83,6 @@ def test_a_killed_worker_costs_its_shard_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`prepare` finishes in one go, with the same bytes."""
-    from pennyclip.prepare import work
-
     mark = tmp_path / "killed"
 
     def run(

@@ -10,7 +10,9 @@ import simplejpeg
 from PIL import Image, ImageCms, ImageOps
 
 from pennyclip.data import images
+from pennyclip.data.hashes import phash, pixel_hash
 from pennyclip.data.images import ImageError, decode
+from pennyclip.data.resize import resize_short_side
 
 
 def photo(height: int = 90, width: int = 120, seed: int = 0) -> np.ndarray:
@@ -190,7 +192,7 @@ def test_reasons_name_what_was_found() -> None:
 @pytest.mark.parametrize("size", [(400, 300), (301, 700), (257, 256), (1024, 999)])
 def test_resize_equals_pillow_s_bicubic(size: tuple[int, int]) -> None:
     pixels = photo(*size)
-    resized = images.resize_short_side(pixels, 256)
+    resized = resize_short_side(pixels, 256)
     assert min(resized.shape[:2]) == 256
     expected = Image.fromarray(pixels).resize(
         (resized.shape[1], resized.shape[0]), Image.Resampling.BICUBIC
@@ -201,7 +203,7 @@ def test_resize_equals_pillow_s_bicubic(size: tuple[int, int]) -> None:
 
 def test_nothing_is_enlarged() -> None:
     pixels = photo(100, 50)
-    assert images.resize_short_side(pixels, 256) is pixels
+    assert resize_short_side(pixels, 256) is pixels
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -244,21 +246,21 @@ def test_jpeg_round_trip_is_close() -> None:
 
 def test_pixel_hash_knows_shape_and_pixels() -> None:
     pixels = photo(40, 60)
-    assert images.pixel_hash(pixels) == images.pixel_hash(pixels.copy())
-    assert images.pixel_hash(pixels) != images.pixel_hash(pixels.reshape(60, 40, 3))
+    assert pixel_hash(pixels) == pixel_hash(pixels.copy())
+    assert pixel_hash(pixels) != pixel_hash(pixels.reshape(60, 40, 3))
     changed = pixels.copy()
     changed[3, 5, 1] ^= 1
-    assert images.pixel_hash(pixels) != images.pixel_hash(changed)
+    assert pixel_hash(pixels) != pixel_hash(changed)
 
 
 def test_phash_is_near_for_a_resave_and_far_for_another_picture(shared: Path) -> None:
     folder = shared / "data" / "openstax-pairs" / "images"
     some = [decode(path.read_bytes()).pixels for path in sorted(folder.iterdir())[:60:6]]
-    hashes = [images.phash(pixels) for pixels in some]
+    hashes = [phash(pixels) for pixels in some]
     for pixels, own in zip(some, hashes, strict=True):
-        smaller = images.resize_short_side(pixels, 128)
+        smaller = resize_short_side(pixels, 128)
         resaved = images.decode_jpeg(images.encode_jpeg(smaller, 60))
-        assert (images.phash(resaved) ^ own).bit_count() <= 8
+        assert (phash(resaved) ^ own).bit_count() <= 8
     distances = [(a ^ b).bit_count() for i, a in enumerate(hashes) for b in hashes[:i]]
     assert min(distances) > 8
 

@@ -1,7 +1,7 @@
 """Batches: the same whoever asks for them, and nothing that grows with time or rows."""
 
+import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pennyclip.config import Augment
-from pennyclip.data import index
 from pennyclip.data.augment import change_pixels
-from pennyclip.data.index import Dataset
+from pennyclip.data.index import OPEN_SHARDS, ROW, SCHEMA_VERSION, Dataset
 from pennyclip.data.loader import Batch, Loader
 from pennyclip.data.order import Order
 from pennyclip.data.synonyms import Synonyms
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.data.tokens import TokenStore
-from pennyclip.prepare import prepare
+from pennyclip.errors import RequestError
 
 BATCH = 8
 EPOCH = 12  # batches: 96 of the small dataset's rows
@@ -154,22 +153,27 @@ def test_a_window_reads_few_shards_and_every_epoch_others() -> None:
     assert Order(1, shards, window).at(0, 400)[0].tolist() != first[0].tolist()
 
 
-def test_many_shards_need_few_open_files(
-    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    dataset = Dataset(small_dataset)
-    for row in range(30):
-        (pictures / f"{row}.jpg").write_bytes(dataset.image_bytes(row))
-        (pictures / f"{row}.txt").write_text(f"picture number {row}")
-    prepare([str(pictures)], tmp_path / "out", shard_size=1, workers=1, quiet=True)
-    monkeypatch.setattr(index, "OPEN_SHARDS", 4)
+def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
+    """More than may be open, of one row and nothing but its caption each."""
+    count = OPEN_SHARDS + 40
+    rows, shards = np.zeros(count, ROW), []
+    for name in ("shards", "index"):
+        (tmp_path / name).mkdir()
+    for number in range(count):
+        text = f"number {number}".encode()
+        (tmp_path / f"shards/{number:06d}.tar").write_bytes(text)
+        shards.append({"path": f"shards/{number:06d}.tar", "rows": 1, "bytes": len(text)})
+        rows["shard"][number], rows["text_length"][number] = number, len(text)
+    np.save(tmp_path / "index/rows.npy", rows)
+    meta = {"schema_version": SCHEMA_VERSION, "preprocess": {}, "counts": {"kept": count}}
+    (tmp_path / "dataset.json").write_text(json.dumps(meta | {"shards": shards}))
     before = len(os.listdir("/proc/self/fd"))
-    many = Dataset(tmp_path / "out")
-    assert [many.captions(row)[0].split()[-1] for row in range(30)] == sorted(map(str, range(30)))
-    assert len(os.listdir("/proc/self/fd")) <= before + 5  # and rows.npy
-    shutil.rmtree(pictures)
-    (tmp_path / "out/shards/000007.tar").unlink()
-    with pytest.raises(Exception, match=r"lacks 1 of its 30 shard files \(.*shards/000007\.tar"):
-        Dataset(tmp_path / "out")
+    many = Dataset(tmp_path)
+    assert [many.captions(row) for row in range(count)] == [[f"number {i}"] for i in range(count)]
+    assert len(os.listdir("/proc/self/fd")) <= before + OPEN_SHARDS + 1  # and rows.npy
+    assert many.captions(0) == ["number 0"]  # whose file was closed
+    (tmp_path / "shards/000007.tar").unlink()
+    with pytest.raises(
+        RequestError, match=rf"lacks 1 of its {count} shard files \(.*shards/000007\.tar is absent"
+    ):
+        Dataset(tmp_path)

@@ -66,6 +66,21 @@ def test_crops_lie_inside_and_keep_the_area_asked_for(height: int, width: int) -
         assert (bottom - top) * (right - left) <= 0.8 * height * width + height + width
 
 
+def test_crops_of_a_square_have_the_areas_and_shapes_asked_for() -> None:
+    """Nothing is cut off at the edges: a crop of 0.7 is at most 0.97 of a side long."""
+    rows = np.arange(4000)
+    crops = random_crops(0, np.zeros_like(rows), rows, (0.5, 0.7))
+    edges = np.array([crop_pixels(1000, 1000, crop) for crop in crops])
+    high, wide = edges[:, 2] - edges[:, 0], edges[:, 3] - edges[:, 1]
+    share, aspect = high * wide / 1e6, wide / high
+    for found, low, most in ((share, 0.5, 0.7), (np.log(aspect), -np.log(4 / 3), np.log(4 / 3))):
+        assert found.min() == pytest.approx(low, abs=0.003)
+        assert found.max() == pytest.approx(most, abs=0.003)
+        assert abs(found.mean() - (low + most) / 2) < 4 * (most - low) / (12 * len(rows)) ** 0.5
+    for edge, length in ((edges[:, 0], high), (edges[:, 1], wide)):
+        assert abs((edge / (1000 - length)).mean() - 0.5) < 4 / (12 * len(rows)) ** 0.5
+
+
 def test_a_mixture_shows_each_source_as_often_as_its_weight_says() -> None:
     """Weights 2, 1, 0.3 and 0 over 10, 7, 20 and 5 rows: an epoch has 20 + 7 + 6 samples."""
     mixed = mixture(3, np.array([10, 7, 20, 5]), (2.0, 1.0, 0.3, 0.0))

@@ -21,6 +21,18 @@ def fail_at_three(task: int, report: Callable[[int], None]) -> int:
     return task
 
 
+def end_at_three(task: int, report: Callable[[int], None]) -> int:
+    if task == 3:
+        raise EOFError("nothing more to read")
+    return task
+
+
+def abort_at_three(task: int, report: Callable[[int], None]) -> int:
+    if task == 3:
+        raise ConnectionAbortedError(103, "Software caused connection abort")
+    return task
+
+
 def die_at_three(task: int, report: Callable[[int], None]) -> int:
     if task == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,9 +61,17 @@ def test_every_task_is_done_once(workers: int) -> None:
     assert list(run_tasks(square, [], workers)) == []
 
 
-def test_an_exception_names_the_task() -> None:
-    with pytest.raises(RunError, match=r"^3: .*No space left on device.*run it again"):
-        list(run_tasks(fail_at_three, range(5), 2))
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (fail_at_three, r"^3: .*No space left on device.*run it again"),
+        (end_at_three, r"^3: EOFError: nothing more to read \(.*test_pool\.py, line \d+\)"),
+        (abort_at_three, r"^3: .*connection abort.*run it again"),  # as a network's disk may say
+    ],
+)
+def test_an_exception_names_the_task(function: Callable[..., int], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        list(run_tasks(function, range(5), 2))
 
 
 def test_what_kills_every_process_names_its_task_and_does_not_hang() -> None:

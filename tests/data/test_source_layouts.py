@@ -83,6 +83,28 @@ def test_coco_s_stray_annotations_and_bare_images_cost_themselves(tmp_path: Path
     assert stray.origin == "captions_train2014.json: annotation 1"  # type: ignore[union-attr]
 
 
+def test_coco_s_odd_ids_lose_nothing_in_silence(tmp_path: Path) -> None:
+    """Two files put together by hand: numbers that stand twice, and what is no number."""
+    file = coco(tmp_path, "train2014", ["a.jpg", "b.jpg"])
+    tree = json.loads(file.read_text())
+    tree["images"].append({"id": 900, "file_name": "c.jpg"})
+    tree["annotations"] = [{"image_id": 900, "caption": "a"}, {"image_id": [900], "caption": "b"}]
+    write_json(file, tree)
+    a, bare, twice, stray = open_source(file).read(0, 9)
+    assert isinstance(a, Pair)
+    assert (a.key, a.captions) == ("a.jpg", ["a"])
+    assert isinstance(bare, Reject)
+    assert twice == Reject(
+        "c.jpg", "captions_train2014.json: image 900", "bad image: another one has the same id"
+    )
+    assert isinstance(stray, Reject)
+    assert stray.reason == "bad annotation: no such image"
+    tree["images"].append({"id": {}, "file_name": "d.jpg"})
+    write_json(file, tree)
+    with pytest.raises(RequestError, match=r"as 'id' and its 'file_name'; 1 of 4 are none"):
+        open_source(file)
+
+
 def test_coco_without_captions_or_pictures_says_so(tmp_path: Path) -> None:
     file = coco(tmp_path, "val2017", ["a.jpg"])
     (tmp_path / "val2017/a.jpg").unlink()
@@ -275,6 +297,14 @@ def test_a_saved_dict_with_other_splits_or_missing_files(tmp_path: Path) -> None
     (tmp_path / "dict/unlabelled/data-00000-of-00001.arrow").unlink()
     with pytest.raises(RequestError, match=r"names .*\.arrow, which is not there"):
         open_source(tmp_path / "dict/unlabelled")
+    for files in ([], None, ["data.arrow"], [{"name": "data.arrow"}], 3):
+        write_json(tmp_path / "dict/unlabelled/state.json", {"_data_files": files})
+        message = r"names no data files" if files == [] else r"state\.json: expected '_data_files'"
+        with pytest.raises(RequestError, match=message):
+            open_source(tmp_path / "dict/unlabelled")
+    write_json(tmp_path / "dict/dataset_dict.json", {"splits": None})
+    with pytest.raises(RequestError, match="the splits are called nothing"):
+        open_source(tmp_path / "dict")
 
 
 # --- img2dataset

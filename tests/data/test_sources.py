@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -231,6 +232,25 @@ def test_folder_with_text_files(tmp_path: Path) -> None:
     assert open_source(tmp_path).fingerprint != source.fingerprint
 
 
+def test_a_folder_that_cannot_be_looked_into_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("open", "shut"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").write_bytes(PIXEL)
+        (tmp_path / name / "1.txt").write_text("one")
+    scan = os.scandir
+
+    def guarded(path: str) -> object:
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)  # root may look into everything
+    with pytest.raises(RequestError, match=r"/shut cannot be looked into: Permission denied\."):
+        open_source(tmp_path)
+
+
 def test_slices_read_what_the_whole_reads(tmp_path: Path) -> None:
     for i in range(7):
         (tmp_path / f"{i}.jpg").write_bytes(PIXEL)
@@ -297,6 +317,11 @@ def test_tar_names_with_dots_masks_and_repeated_names(tmp_path: Path) -> None:
         "no caption",
         "no picture",
     ]
+
+
+def test_a_tar_s_suffix_may_be_in_capitals(tmp_path: Path) -> None:
+    write_tar(tmp_path / "A.TAR", {"1.jpg": b"one", "1.txt": b"first"})
+    assert pairs(open_source(tmp_path)) == pairs(open_source(tmp_path / "A.TAR"))
 
 
 def test_a_tar_that_breaks_off_keeps_what_stands_before(tmp_path: Path) -> None:

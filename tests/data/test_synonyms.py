@@ -51,6 +51,11 @@ def test_another_folder_is_refused(wordnet: Path, tmp_path: Path) -> None:
     (tmp_path / "index.verb").write_text("colourless green ideas\n")
     with pytest.raises(RequestError, match=r"index\.verb is no index of WordNet's: 'colourless"):
         Synonyms(tmp_path)
+    (tmp_path / "index.verb").write_bytes((wordnet / "index.verb").read_bytes())
+    for line in ("dog", "dog%1:05:00:: 1 often", "dog 1 42"):
+        (tmp_path / "cntlist.rev").write_text(line + "\n")
+        with pytest.raises(RequestError, match=r"cntlist\.rev has no counts of WordNet's: 'dog"):
+            Synonyms(tmp_path)
 
 
 def test_debians_wordnet() -> None:

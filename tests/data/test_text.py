@@ -173,17 +173,21 @@ def test_every_shared_caption(shared: Path) -> None:
         assert_same_ids(caption)
     cut = [truncate(TOKENIZER.encode(caption), 77) for caption in captions]
     expected = open_clip.tokenizer.tokenize(captions).numpy()
-    np.testing.assert_array_equal(pad(cut, to=77)[0], expected)
+    tokens, lengths = pad(cut, 77)
+    assert tokens.shape == expected.shape  # some are as long as that
+    np.testing.assert_array_equal(tokens, expected)
+    assert lengths.tolist() == (expected.argmax(1) + 1).tolist()  # the end's id is the largest
 
 
-def test_ids_do_not_depend_on_what_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CACHE_SIZE", 5)
-    small = ClipTokenizer()
+def test_ids_do_not_depend_on_what_the_cache_holds() -> None:
+    full = ClipTokenizer()
+    full._known.update((f"met before {i}", ()) for i in range(module.CACHE_SIZE - 3))
     text = (
         f"a photo of a dog & donaudampfschifffahrt; <end_of_text> it's {'a-b_' * 30} a dog's life"
     )
-    first = small.encode(text)
-    assert first == small.encode(text) == TOKENIZER.encode(text)
+    first = full.encode(text)
+    assert len(full._known) < 30  # it was emptied on the way
+    assert first == full.encode(text) == TOKENIZER.encode(text)
     assert_same_ids(text)
 
 
@@ -200,15 +204,14 @@ def test_truncate_keeps_the_end_token() -> None:
 
 
 def test_pad() -> None:
-    tokens, lengths = pad([[5, 0, 6], [5] * 9])
+    tokens, lengths = pad([[5, 0, 6], [5] * 9], limit=77)
     assert tokens.shape == (2, 16)
     assert tokens.dtype == lengths.dtype == np.int64
     assert tokens[0].tolist() == [5, 0, 6] + [0] * 13
     assert lengths.tolist() == [3, 9]
     assert pad([[1] * 74], limit=77)[0].shape == (1, 77)  # not 80: positions end at 77
-    assert pad([[1, 2]], to=64)[0].shape == (1, 64)
     with pytest.raises(ValueError, match="9 ids does not fit into 8"):
-        pad([[1] * 9], to=8)
+        pad([[1] * 9], limit=8)
 
 
 @pytest.fixture

@@ -14,16 +14,17 @@ from pennyclip.cli import main
 from pennyclip.config import ClipText, Config, ImageTower, Model, Stage
 from pennyclip.config_file import to_toml
 from pennyclip.data.index import Dataset
+from pennyclip.data.loader import load_images
 from pennyclip.encoder import load
 from pennyclip.errors import RequestError
-from pennyclip.features import silent
-from pennyclip.filter import similar
 from pennyclip.filter.rules import Rules, first_of_each
 from pennyclip.filter.score import Scorer
+from pennyclip.filter.similar import distinct
 from pennyclip.filter.subset import filter_dataset
 from pennyclip.model.clip import CLIP
 from pennyclip.model.image import ImageTower as Tower
 from pennyclip.model.text_clip import ClipTextTower
+from pennyclip.prepare import prepare
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def expected_scores(data: Path, scorer: Path) -> np.ndarray:
     """By the encoder, a row at a time, in float32."""
     dataset, encoder = Dataset(data), load(scorer)
-    from pennyclip.data.loader import load_images
-
     scores = []
     for row in range(len(dataset)):
         images = load_images(dataset, np.array([row]), 64)
@@ -131,12 +130,7 @@ def test_a_scorer_that_has_seen_the_rows_is_named(data: Path, scorer: Path) -> N
 def test_killed_between_two_shards_it_goes_on(
     data: Path, scorer: Path, passes: dict[str, int]
 ) -> None:
-    many = Path(shutil.copytree(data, data.parent / "many"))
-    source = str(many / "shards")
-    shutil.rmtree(many / "keep")
-    from pennyclip.prepare import prepare
-
-    prepare([source], data.parent / "shards", shard_size=40, workers=1, quiet=True)
+    prepare([data / "shards"], data.parent / "shards", shard_size=40, workers=1, quiet=True)
     dataset = Dataset(data.parent / "shards")
     assert len(dataset.meta["shards"]) == 4
 
@@ -156,17 +150,10 @@ def test_killed_between_two_shards_it_goes_on(
     assert not list((dataset.path / "embeddings").rglob("*.tmp"))
 
 
-def test_similar_pictures_go_and_the_better_scored_of_two_stays(
-    data: Path, scorer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_similar_pictures_go_and_the_better_scored_of_two_stays(data: Path, scorer: Path) -> None:
     dataset = Dataset(data)
     limit = 0.98
-    monkeypatch.setattr(similar, "BLOCK", 16)  # so that several blocks meet several parts
-    monkeypatch.setattr(similar, "PART", 7)
-    said = []
-    done = filter_dataset(
-        data, "apart", score=str(scorer), max_similarity=limit, progress=lambda *a: said.append(a)
-    )
+    done = filter_dataset(data, "apart", score=str(scorer), max_similarity=limit)
     rows, train = dataset.subset("apart"), dataset.subset("train")
     found = Scorer.open(dataset, str(scorer), "best", lambda *_: None)
     scores = found.rows()
@@ -177,13 +164,17 @@ def test_similar_pictures_go_and_the_better_scored_of_two_stays(
         others = F.normalize(found.images.take(np.array(stay, np.int64))) if stay else own[:0]
         if not (others @ own.T > limit).any():
             stay.append(row)
-    assert 4 * similar.PART < len(rows) < len(train)
     assert rows.tolist() == sorted(stay)
-    told = [one for one in said if one[0] == "rows compared"]
-    assert told[0] == ("rows compared", 16, len(train))
-    assert told[-1] == ("rows compared", len(train), len(train))
+    said: list[tuple[str, int, int]] = []
+    ranked = train[np.argsort(-scores[train], kind="stable")]
+    mask, twins = distinct(  # several blocks meet several parts
+        found.images, ranked, limit, found.device, lambda *a: said.append(a), block=16, part=7
+    )
+    assert 4 * 7 < len(stay) < len(train)
+    assert ranked[mask].tolist() == stay
+    assert said[0] == ("rows compared", 16, len(train))
+    assert said[-1] == ("rows compared", len(train), len(train))
     gone = np.setdiff1d(train, rows)
-    _, twins = found.distinct(train[np.argsort(-scores[train], kind="stable")], limit, silent)
     assert sorted(row for row, _, _ in twins) == gone.tolist()
     for row, kept, cosine in twins:
         assert kept in stay
@@ -239,6 +230,29 @@ def test_the_same_again_is_a_no_op_and_another_is_refused(data: Path) -> None:
     assert {f: f.stat().st_mtime_ns for f in (data / "keep").iterdir()} == files
     with pytest.raises(RequestError, match=r"'long' already.*min_words.*another --name"):
         filter_dataset(data, "long", rules=Rules(min_words=5))
+
+
+def test_what_can_be_refused_is_refused_before_anything_is_scored(
+    data: Path, scorer: Path, passes: dict[str, int]
+) -> None:
+    filter_dataset(data, "long", rules=Rules(min_words=4))
+    shutil.copy(data / "keep/dev.parquet", data / "keep/own.parquet")
+    for name, intersect, message in (
+        ("long", (), r"'long' already.*different: keep, min_words, score"),
+        ("own", (), "'own' already"),
+        ("best", ("nobody",), "no subset 'nobody'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            filter_dataset(data, name, intersect=intersect, score=str(scorer), keep=0.5)
+    assert passes == {"image": 0, "text": 0}
+    filter_dataset(data, "best", score=str(scorer), keep=0.5)
+    other = load(scorer).model
+    with torch.no_grad():
+        other.visual.head.proj.weight.mul_(2)
+    (folder := data.parent / "other").mkdir()
+    write_model(folder, other, None, {"step": 1, "score": None, "dataset": ""})
+    with pytest.raises(RequestError, match=r"'best' already.*different: score"):
+        filter_dataset(data, "best", score=str(folder), keep=0.5)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,22 @@ def test_the_same_append_again_is_a_no_op_and_others_are_refused(tmp_path: Path)
     assert [one["rows"] for one in third.sources] == [[0, 6], [6, 9], [9, 12]]
 
 
+def test_rows_left_out_before_stay_listed_whatever_they_are_called(tmp_path: Path) -> None:
+    """A file's name may hold what Python takes for the end of a line."""
+    out, folder = tmp_path / "out", tmp_path / "a"
+    rows = [{"image": f"{i}.png", "captions": [f"number {i}"], "split": "val"} for i in range(3)]
+    rows += [{"image": f"twin\u2028{i}.png", "captions": ["again"]} for i in range(2)]
+    rows.append({"image": "9.png", "captions": ["number 9"]})
+    folder.mkdir()
+    for row, seed in zip(rows, (0, 1, 2, 0, 1, 9), strict=True):
+        picture(seed).save(folder / str(row["image"]))
+    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert run(folder, out=out).crossing == 2
+    listed = (out / "crossing.jsonl").read_bytes()
+    assert run(table(tmp_path / "b", range(20, 24)), out=out, append=True).crossing == 2
+    assert (out / "crossing.jsonl").read_bytes() == listed
+
+
 def test_an_append_of_nothing_but_damage_leaves_the_dataset_as_it_was(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(write_table(tmp_path / "a", 5), out=out)

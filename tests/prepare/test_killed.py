@@ -33,8 +33,6 @@ prepare(
     ("kind", "engine"), [("new", "local"), ("append", "local"), ("new", "ray")]
 )
 def test_killed_at_20_random_moments(tmp_path: Path, kind: str, engine: str) -> None:
-    if engine == "ray":
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'pennyclip[ray]'")
     options = {"shard_size": 20, "raw": 64, "dev_share": 0.1}
     first = write_table(tmp_path / "first", 40)
     second = write_table(tmp_path / "second", 240, (640, 480))

@@ -1,4 +1,5 @@
 import csv
+import inspect
 import io
 import json
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,12 @@ import pytest
 from PIL import Image
 from small_sources import contents, picture, rejects, run, write_table
 
-import pennyclip.prepare.work
 from pennyclip.data.images import decode_jpeg
 from pennyclip.data.index import Dataset
 from pennyclip.errors import RequestError, RunError
 from pennyclip.prepare import prepare
+from pennyclip.prepare.work import PATIENCE, _systematic
+from pennyclip.prepare_command import Prepare
 
 
 @pytest.mark.parametrize(("delimiter", "suffix"), [(",", "csv"), ("\t", "tsv")])
@@ -267,9 +270,7 @@ def test_a_shard_that_lost_its_tar_is_made_again(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == whole
 
 
-def test_systematic_failure_stops_with_the_first_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_systematic_failure_stops_with_the_first_cause(tmp_path: Path) -> None:
     table = write_table(tmp_path / "in", 30)
     for path in (tmp_path / "in").glob("*.jpg"):
         path.rename(path.with_suffix(".moved"))
@@ -279,14 +280,40 @@ def test_systematic_failure_stops_with_the_first_cause(
     ):
         run(table, out=out)
     assert contents(out) == {}
-    monkeypatch.setattr(pennyclip.prepare.work, "PATIENCE", 10)
-    for i in range(18, 30):  # of the first ten every one is still missing
-        (tmp_path / "in" / f"{i}.moved").rename(tmp_path / "in" / f"{i}.jpg")
-    with pytest.raises(RunError, match="10 of 10 inputs were refused"):
-        run(table, out=out, shard_size=5)
-    for i in range(18):
-        (tmp_path / "in" / f"{i}.moved").rename(tmp_path / "in" / f"{i}.jpg")
+    for path in (tmp_path / "in").glob("*.moved"):
+        path.rename(path.with_suffix(".jpg"))
     assert run(table, out=out).kept == 30  # the cause corrected, the same command goes through
+
+
+def test_a_long_run_stops_after_the_first_shards_if_they_are_bad(tmp_path: Path) -> None:
+    picture(0).save(tmp_path / "good.png")
+    names = [*(f"{i}.png" for i in range(PATIENCE)), "good.png"]
+    rows = [f"{name},number {i}\n" for i, name in enumerate(names)]
+    (tmp_path / "table.csv").write_text("image,caption\n" + "".join(rows))
+    with pytest.raises(RunError, match=r"1,000 of 1,000 inputs .*csv:2, 0\.png: no such file"):
+        run(tmp_path / "table.csv", out=tmp_path / "out", shard_size=250, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "refused", "stops"),
+    [
+        (PATIENCE - 1, PATIENCE - 2, False),
+        (PATIENCE - 1, PATIENCE - 1, True),
+        (PATIENCE, PATIENCE // 2, False),
+        (PATIENCE, PATIENCE // 2 + 1, True),
+    ],
+)
+def test_how_much_may_be_refused(inputs: int, refused: int, stops: bool) -> None:
+    reject = {"origin": "table.csv:2", "key": "0.png", "reason": "no such file"}
+    shards = [{"inputs": 10, "rejects": []}, {"inputs": inputs - 10, "rejects": [reject] * refused}]
+    assert (_systematic(shards) is not None) == stops
+
+
+def test_the_command_and_the_function_have_the_same_defaults() -> None:
+    own = {name: one.default for name, one in inspect.signature(prepare).parameters.items()}
+    for field in fields(Prepare):
+        if field.name not in ("sources", "out", "json"):
+            assert field.default == own[field.name], field.name
 
 
 def test_folders_that_are_not_for_it_are_refused(tmp_path: Path) -> None:

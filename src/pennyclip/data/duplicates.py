@@ -13,13 +13,10 @@ from hashlib import blake2b
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from pennyclip.data.groups import group_rows, normalised
-from pennyclip.data.order import I64
-
-U64 = npt.NDArray[np.uint64]
+from pennyclip.data.order import I64, U64
 
 NEAR_BITS = 6
 """Of 64, in which nearly equal pictures may differ. Measured on 120: 95 % of the copies saved at

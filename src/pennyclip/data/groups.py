@@ -8,6 +8,9 @@ import numpy as np
 
 from pennyclip.data.order import I64
 
+HELD = ("val", "test")
+"""What a source may hold out, and no training row may repeat."""
+
 
 def normalised(caption: str) -> str:
     """What two captions have in common if they say the same: letters of one case, single spaces."""
@@ -100,7 +103,7 @@ def split_rows(
         for group in groups[ids].tolist():
             sides.setdefault(group, set()).add(name)
     new = range(first, len(groups))
-    of = groups.tolist()
+    of = groups.tolist()  # the group of each row
     rows = {
         name: [row for row in new if brought[row] == name and sides.get(of[row], {name}) == {name}]
         for name in HELD
@@ -124,8 +127,8 @@ def split_rows(
     order = sorted(smallest, key=lambda g: (blake2b(smallest[g], key=salt).digest(), g))
 
     if "val" not in brought:
-        rows["val"], free = _carve(free, groups, order, val_share)
-    rows["dev"], free = _carve(free, groups, order, dev_share)
+        rows["val"], free = _carve(free, of, order, val_share)
+    rows["dev"], free = _carve(free, of, order, dev_share)
     rows["train"] = sorted(free + tied)
     nothing = np.empty(0, np.int64)
     splits = {
@@ -136,19 +139,16 @@ def split_rows(
     return {name: ids for name, ids in splits.items() if len(ids)}, dropped
 
 
-HELD = ("val", "test")
-
-
 def _carve(
-    rows: list[int], groups: I64, order: list[int], share: float
+    rows: list[int], of: list[int], order: list[int], share: float
 ) -> tuple[list[int], list[int]]:
     """Whole groups, as they come in the order and fit into the share; and the rows left."""
-    sizes = Counter(int(groups[row]) for row in rows)
+    sizes = Counter(of[row] for row in rows)
     room = int(share * len(rows))
     taken = set()
     for group in order:
         if 0 < sizes[group] <= room:
             taken.add(group)
             room -= sizes[group]
-    inside = [row for row in rows if int(groups[row]) in taken]
-    return inside, [row for row in rows if int(groups[row]) not in taken]
+    inside = [row for row in rows if of[row] in taken]
+    return inside, [row for row in rows if of[row] not in taken]

@@ -9,9 +9,8 @@ import io
 import re
 import warnings
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from hashlib import blake2b
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +41,16 @@ _JPEG_DAMAGE = re.compile("premature end|bad huffman|bad arithmetic|instead of r
 revision numbers) leave the picture whole."""
 
 
-class ImageError(ValueError):
-    """This input is no usable picture. The message is `kind: detail`; kinds are counted."""
+ROUNDING = 2
+"""Of 255: what a profile may change at most to count as sRGB. Chosen: what its tables round."""
 
 
 Mode = Literal["RGB", "L", "CMYK"]
+"""Pillow's names of colours that a profile may be of."""
+
+
+class ImageError(ValueError):
+    """This input is no usable picture. The message is `kind: detail`; kinds are counted."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,11 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Decoded:
         except Image.DecompressionBombError:
             raise ImageError(f"too large: more than {max_pixels:,} pixels") from None
         except UnidentifiedImageError:
-            if (
-                kind := next((k for k, magic in MAGIC.items() if magic.match(data)), None)
-            ) is not None:
-                raise ImageError(
-                    f"damaged: it begins as {kind}, but its header can't be read"
-                ) from None
+            kind = next((name for name, magic in MAGIC.items() if magic.match(data)), None)
             raise ImageError(
                 f"not a picture: starts with {data[:16]!r}; readable are {', '.join(FORMATS)}"
+                if kind is None
+                else f"damaged: it begins as {kind}, but its header can't be read"
             ) from None
         except Exception as error:  # Pillow's readers raise nearly anything on damaged bytes
             raise ImageError(f"damaged: {error or type(error).__name__}") from None
@@ -198,10 +199,6 @@ def _converted(pixels: U8, transform: ImageCms.ImageCmsTransform) -> U8:
     return np.asarray(ImageCms.applyTransform(image, transform))
 
 
-ROUNDING = 2
-"""Of 255: what a profile may change at most to count as sRGB. Chosen: what its tables round."""
-
-
 def to_srgb(pixels: U8, profile: bytes | None) -> U8:
     """[H, W, 3] pixels of a `Decoded` picture in sRGB."""
     if profile is None:
@@ -238,62 +235,6 @@ def _from_wide_gray(image: Image.Image) -> U8:
     if image.info.get("transparency") is not None:  # the one value that a PNG calls transparent
         gray[values == image.info["transparency"]] = 255
     return np.repeat(gray[..., None], 3, axis=2)
-
-
-Fit = Literal["shortest", "crop", "pad"]
-"""How a picture is brought to size: its shorter side; the square in its middle; or all of it, in
-the middle of a white square."""
-FITS = get_args(Fit)
-
-
-def fit_to(pixels: U8, side: int, how: Fit) -> U8:
-    """[H, W, 3] with the shorter side (or the square's) at most `side` pixels; never enlarged."""
-    if how == "pad":
-        return _pad(pixels, side)
-    pixels = resize_short_side(pixels, side)
-    short = min(pixels.shape[:2])
-    if how == "crop" and pixels.shape[0] != pixels.shape[1]:
-        top, left = (round((edge - short) / 2) for edge in pixels.shape[:2])
-        pixels = pixels[top : top + short, left : left + short]
-    return pixels
-
-
-def _pad(pixels: U8, side: int) -> U8:
-    height, width = pixels.shape[:2]
-    long = max(height, width)
-    if long > side:
-        height, width = (max(1, (edge * side + long // 2) // long) for edge in (height, width))
-        pixels, long = _resize(pixels, height, width), side
-    if height == width:
-        return pixels
-    square = np.full((long, long, 3), 255, np.uint8)
-    top, left = (long - height) // 2, (long - width) // 2
-    square[top : top + height, left : left + width] = pixels
-    return square
-
-
-def resize_short_side(pixels: U8, side: int) -> U8:
-    """[H, W, 3] with its shorter side brought down to `side` pixels; never enlarged.
-
-    Torch's antialiased bicubic on uint8 equals CLIP's own preprocessing (Pillow's bicubic)
-    within 0.002 of 255 at a third of the time.
-    """
-    height, width = pixels.shape[:2]
-    short = min(height, width)
-    if short <= side:
-        return pixels
-    size = [(edge * side + short // 2) // short for edge in (height, width)]
-    return _resize(pixels, size[0], size[1])
-
-
-def _resize(pixels: U8, height: int, width: int) -> U8:
-    import torch  # seconds, which a process that only hands out work should not spend
-
-    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # a view: channels last in memory
-    resized = torch.nn.functional.interpolate(
-        planes, (height, width), mode="bicubic", antialias=True, align_corners=False
-    )
-    return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 
 
 def encode_jpeg(pixels: U8, quality: int = 90) -> bytes:
@@ -336,41 +277,3 @@ def strip_metadata(jpeg: bytes) -> bytes:
             kept.append(bytes([0xFF, code]) + length + payload)
         position, in_scan = end, code == 0xDA
     raise ImageError("damaged: no end of image marker")
-
-
-def pixel_hash(pixels: U8) -> bytes:
-    """16 bytes that identify a picture by its size and pixels: blake2b."""
-    digest = blake2b(np.array(pixels.shape, "<u4").tobytes(), digest_size=16)
-    digest.update(np.ascontiguousarray(pixels).data)
-    return digest.digest()
-
-
-NOISE = 2.0
-"""Grey levels (standard deviation) that are no picture: chosen, what JPEG at quality 75 leaves on
-flat ground. A frequency no stronger says nothing."""
-
-
-def phash(pixels: U8) -> int:
-    """64-bit perceptual hash: which low frequencies of the 32 x 32 gray picture exceed their
-    median (Zauner 2010, section 3.2.1). Resaved copies differ in at most 6 to 8 bits."""
-    return int.from_bytes(_frequency_bits(pixels, 8), "big")
-
-
-def fine_hash(pixels: U8) -> bytes:
-    """The same with twice the frequencies each way, of the 64 x 64 picture: 256 bits, which tell
-    apart pictures that differ inside a common frame."""
-    return _frequency_bits(pixels, 16)
-
-
-@cache
-def _dct(count: int) -> npt.NDArray[np.float64]:
-    """[count, 4 count] the lowest rows of the DCT-II; scaling doesn't matter to a comparison."""
-    return np.cos(np.arange(count)[:, None] * (2 * np.arange(4 * count) + 1) * np.pi / 8 / count)
-
-
-def _frequency_bits(pixels: U8, count: int) -> bytes:
-    dct = _dct(count)
-    gray = _resize(pixels, 4 * count, 4 * count) @ np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
-    low = (dct @ gray @ dct.T).ravel()
-    low[np.abs(low) < NOISE * 2 * count] = 0  # sqrt(2 count) is the length of each row of the DCT
-    return np.packbits(low > np.median(low[1:])).tobytes()  # without the mean brightness

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pennyclip.data.images import decode_jpeg
+from pennyclip.data.order import I64
 from pennyclip.errors import RequestError
 
 SCHEMA_VERSION = 1
@@ -57,16 +58,19 @@ class Dataset:
                 "Make one (or let it finish) with: pennyclip prepare SOURCE --out " + str(self.path)
             )
         self.meta: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))
-        if self.meta["schema_version"] != SCHEMA_VERSION:
+        if self.meta.get("schema_version") != SCHEMA_VERSION:
             raise RequestError(
-                f"{manifest}: schema version {self.meta['schema_version']}, and this pennyclip "
+                f"{manifest}: schema version {self.meta.get('schema_version')}, and this pennyclip "
                 f"reads {SCHEMA_VERSION}. Prepare the dataset again, or use the other version."
             )
         # While sources are being appended, there may be more rows than count already.
         rows = np.load(self.path / "index" / "rows.npy", mmap_mode="r")
         self.rows: npt.NDArray[np.void] = rows[: self.meta["counts"]["kept"]]
         if self.rows.dtype != ROW:
-            raise RequestError(f"{self.path}/index/rows.npy has columns {self.rows.dtype.names}")
+            raise RequestError(
+                f"{self.path}/index/rows.npy: expected rows of {ROW}, found {rows.dtype}. "
+                "Prepare the dataset again."
+            )
         files = [file for number in range(len(self.meta["shards"])) for file in self._sizes(number)]
         missing = [file for file, size in files if _size(file) != size]
         if missing:
@@ -82,7 +86,8 @@ class Dataset:
         self.raw_side: int | None = self.meta["preprocess"].get("raw")
         """Pixels of the squares kept beside the JPEGs, if there are any."""
         counts = [shard["rows"] for shard in self.meta["shards"]]
-        self._first_rows = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.shard_starts: I64 = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        """[shards + 1] the first row of each shard."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,6 +101,11 @@ class Dataset:
         """Where a shard's tar is: in the dataset's own folder, or on another disk."""
         shard = self.meta["shards"][number]
         return self.path / self.meta.get("roots", ["."])[shard.get("root", 0)] / shard["path"]
+
+    def index_path(self, number: int) -> Path:
+        """Where the table of a shard's rows is."""
+        stem = Path(self.meta["shards"][number]["path"]).stem
+        return self.path / "index" / f"{stem}.parquet"
 
     def _raw_path(self, number: int) -> Path:
         tar = self.shard_path(number)
@@ -121,7 +131,7 @@ class Dataset:
         if self.raw_side is None or side > self.raw_side:
             return decode_jpeg(self.image_bytes(row))
         shard = int(self.rows[row]["shard"])
-        return self._raw(shard)[row - self._first_rows[shard]]
+        return self._raw(shard)[row - self.shard_starts[shard]]
 
     def image_bytes(self, row: int) -> bytes:
         """The row's JPEG, read by position; safe from several threads at once."""
@@ -142,10 +152,10 @@ class Dataset:
         return np.load(self._raw_path(number), mmap_mode="c")
 
     @cached_property
-    def caption_starts(self) -> npt.NDArray[np.int64]:
+    def caption_starts(self) -> I64:
         """[rows + 1]: captions of row r are numbered starts[r] to starts[r + 1] - 1."""
 
-        def starts() -> Iterable[npt.NDArray[np.int64]]:
+        def starts() -> Iterable[I64]:
             last = np.zeros(1, np.int64)
             yield last
             for first in range(0, len(self), BLOCK):
@@ -158,7 +168,7 @@ class Dataset:
     def subsets(self) -> list[str]:
         return sorted(path.stem for path in (self.path / "keep").glob("*.parquet"))
 
-    def subset(self, name: str) -> npt.NDArray[np.int64]:
+    def subset(self, name: str) -> I64:
         """Row ids of a split or filter, ascending.
 
         Raises:
@@ -177,10 +187,7 @@ class Dataset:
 
     def table(self, *columns: str) -> pa.Table:
         """Columns of the index, all rows."""
-        files = [
-            self.path / "index" / f"{Path(shard['path']).stem}.parquet"
-            for shard in self.meta["shards"]
-        ]
+        files = map(self.index_path, range(len(self.meta["shards"])))
         return pa.concat_tables([pq.read_table(file, columns=list(columns)) for file in files])
 
     def picture(self, entry: dict[str, Any]) -> str:
@@ -196,18 +203,15 @@ class Dataset:
                 return str(file)
         return name
 
-    def keys(self, rows: npt.NDArray[np.int64]) -> list[dict[str, Any]]:
+    def keys(self, rows: I64) -> list[dict[str, Any]]:
         """The index entries (key, origin, captions, sizes) of some rows, for people to read."""
         wanted: dict[int, dict[str, Any]] = {}
-        starts = np.concatenate([[0], np.cumsum([s["rows"] for s in self.meta["shards"]])])
-        for shard in np.unique(self.rows["shard"][rows]):
-            entry = self.meta["shards"][int(shard)]
-            table = pq.read_table(self.path / "index" / f"{Path(entry['path']).stem}.parquet")
-            inside = rows[self.rows["shard"][rows] == shard]
-            for row, item in zip(
-                inside.tolist(), table.take(inside - starts[shard]).to_pylist(), strict=True
-            ):
-                wanted[row] = item
+        shards = self.rows["shard"][rows]
+        for shard in np.unique(shards).tolist():
+            inside = rows[shards == shard]
+            table = pq.read_table(self.index_path(shard))
+            entries = table.take(inside - self.shard_starts[shard]).to_pylist()
+            wanted |= zip(inside.tolist(), entries, strict=True)
         return [wanted[row] for row in rows.tolist()]
 
 
@@ -230,7 +234,7 @@ class _Shard:
         return os.pread(self._descriptor, length, offset)
 
 
-def _mapped(parts: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
+def _mapped(parts: Iterable[npt.NDArray[Any]]) -> I64:
     """The parts of a long array one after the other, in a file without a name.
 
     Its pages come and go as the system has room, so that no process grows with the dataset.

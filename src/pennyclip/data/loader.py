@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from pennyclip.config import Augment
 from pennyclip.data import augment
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import I64, Mixture, Order
+from pennyclip.data.resize import centre_square, resize
 from pennyclip.data.stored import States, Stored
 from pennyclip.data.synonyms import Synonyms
 from pennyclip.data.text import Tokenizer, pad, truncate
@@ -286,7 +286,8 @@ def _try_rows(
             shard = dataset.shard_path(int(at["shard"]))
             failed[place] = UnreadableRow(
                 f"row {row}, {at['image_length']:,} bytes from {at['image_offset']:,} on in "
-                f"{shard}: {error}. It was whole when the dataset was prepared."
+                f"{shard}: {error}. It was whole when the dataset was prepared: "
+                "bring the file back from a copy, or prepare the dataset again."
             )
     return failed
 
@@ -299,37 +300,14 @@ def _before(count: int, failed: dict[int, UnreadableRow]) -> I64:
     return np.array(good)[np.searchsorted(good, np.arange(count), side="right") - 1]
 
 
-LONGEST = 16
-"""Times its shorter side that a picture's longer one counts, around the centre. Chosen: of a line
-1 pixel high and 65,000 wide, CLIP's preprocessing would make 10 GB, to cut a square out of it."""
-
-
 def fit_square(
     pixels: UInt8[np.ndarray, "H W 3"], size: int, crop: npt.NDArray[np.float64] | None = None
 ) -> UInt8[Tensor, "3 size size"]:
-    """A crop of an image at `size` pixels a side.
-
-    Without a crop, CLIP's own preprocessing: the shorter side brought to `size`, then the centre
-    cut out, rounded as torchvision does. Bicubic with antialiasing on uint8, which equals Pillow's
-    up to 0.002 of 255.
-    """
-    height, width = pixels.shape[:2]
-    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    if crop is not None:
+    """A crop of an image at `size` pixels a side; without one, its `centre_square`."""
+    if crop is None:
+        square = centre_square(pixels, size)
+    else:
+        height, width = pixels.shape[:2]
         top, left, bottom, right = augment.crop_pixels(height, width, crop)
-        return _resize(image[..., top:bottom, left:right], size, size)[0]
-    short = min(height, width)
-    spare = [max(0, edge - LONGEST * short) // 2 for edge in (height, width)]
-    image = image[..., spare[0] : height - spare[0], spare[1] : width - spare[1]]
-    height, width = image.shape[-2:]
-    image = _resize(image, int(size * height / short), int(size * width / short))
-    top, left = (round((edge - size) / 2) for edge in image.shape[-2:])
-    return image[0, :, top : top + size, left : left + size]
-
-
-def _resize(image: UInt8[Tensor, "1 3 H W"], height: int, width: int) -> Tensor:
-    if image.shape[-2:] == (height, width):
-        return image
-    # A crop's own rows, one behind the other: what comes out then keeps the order of its channels.
-    image = image.contiguous(memory_format=torch.channels_last)
-    return F.interpolate(image, (height, width), mode="bicubic", antialias=True)
+        square = resize(pixels[top:bottom, left:right], size, size)
+    return torch.from_numpy(square).permute(2, 0, 1)

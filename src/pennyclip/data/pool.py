@@ -77,7 +77,7 @@ def run_tasks(
             start(number)
         while crew:
             for ready in wait(list(crew)):
-                pipe = cast("Pipe", ready)
+                pipe = cast(Pipe, ready)
                 process, number = crew[pipe]
                 try:
                     kind, value = pipe.recv()
@@ -141,16 +141,17 @@ def _how(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _serve(function: Callable[[Any, Report], Any], pipe: "Pipe") -> None:
+def _serve(function: Callable[[Any, Report], Any], pipe: Pipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, which decides
-    try:
+    with suppress(EOFError, ConnectionError):  # no more tasks, or the first process is gone
         while True:
             task = pipe.recv()
-            pipe.send(("done", function(task, lambda count: pipe.send(("progress", count)))))
-    except (EOFError, ConnectionError):  # no more tasks, or the first process is gone
-        return
-    except Exception as error:
-        pipe.send(("failed", told(error)))
+            try:
+                result = function(task, lambda count: pipe.send(("progress", count)))
+            except Exception as error:
+                pipe.send(("failed", told(error)))
+                return
+            pipe.send(("done", result))
 
 
 def told(error: BaseException) -> str:

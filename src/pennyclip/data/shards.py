@@ -6,11 +6,9 @@ bytes. Its manifest is written last: a shard that has one is done.
 
 import fcntl
 import json
-import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,8 +19,11 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageFile
 
 from pennyclip.atomic import locked, replacing, write_text
-from pennyclip.data import images
-from pennyclip.data.sources.pairs import MAX_IMAGE, Item, Pair, Reject, read_file, shown
+from pennyclip.data import hashes, images
+from pennyclip.data.resize import Fit, centre_square, fit_to
+from pennyclip.data.sources.files import MAX_IMAGE, read_file, shown
+from pennyclip.data.sources.pairs import Item, Pair, Reject
+from pennyclip.data.writers import ArrayWriter, TarWriter
 
 INDEX = pa.schema(
     [
@@ -59,7 +60,7 @@ class Form:
 
     side: int
     """Pixels of the shorter side, or of the square, of a picture that is larger."""
-    fit: images.Fit
+    fit: Fit
     quality: int
     """Of the JPEGs that are encoded, 1 to 100."""
     max_pixels: int
@@ -79,7 +80,7 @@ class ShardTask:
     first: int
     items: list[tuple[int, Item]]
     """Source number and item."""
-    form: "Form"
+    form: Form
 
     def __str__(self) -> str:
         return f"shard {self.name} (inputs {self.first} to {self.first + len(self.items) - 1})"
@@ -137,7 +138,8 @@ def make_shard(task: ShardTask, report: Callable[[int], None]) -> dict[str, Any]
             tar = TarWriter(files.enter_context(_writing(task.tar)))
             raw = None
             if task.form.raw is not None:
-                raw = RawWriter(files.enter_context(_writing(task.raw)), task.form.raw)
+                shape = (task.form.raw, task.form.raw, 3)
+                raw = ArrayWriter(files.enter_context(_writing(task.raw)), np.uint8, shape)
             for position, (source, item) in enumerate(task.items):
                 made = _make_row(task, f"{task.first + position:09d}", source, item, tar, raw)
                 if isinstance(made, Reject):
@@ -169,8 +171,8 @@ def _make_row(
     key: str,
     source: int,
     item: Item,
-    tar: "TarWriter",
-    raw: "RawWriter | None",
+    tar: TarWriter,
+    raw: ArrayWriter | None,
 ) -> dict[str, Any] | Reject:
     parent = parent_process()
     if parent is not None and not parent.is_alive():
@@ -181,7 +183,7 @@ def _make_row(
     try:
         data = _read(pair)
         decoded = images.decode(data, task.form.max_pixels)
-        pixels = images.fit_to(decoded.pixels, task.form.side, task.form.fit)
+        pixels = fit_to(decoded.pixels, task.form.side, task.form.fit)
         reencode = decoded.reencode or pixels is not decoded.pixels
         pixels = images.to_srgb(pixels, decoded.profile)
         quality = task.form.quality
@@ -189,7 +191,7 @@ def _make_row(
     except images.ImageError as error:
         return Reject(pair.key, pair.origin, str(error))
     if raw is not None:
-        raw.add(images.to_srgb(_square(decoded.pixels, raw.side, task.form.fit), decoded.profile))
+        raw.add(images.to_srgb(_square(decoded.pixels, task.form), decoded.profile))
     text = "\n".join(pair.captions).encode()
     return {
         "key": key,
@@ -206,9 +208,9 @@ def _make_row(
         "stored_width": pixels.shape[1],
         "stored_height": pixels.shape[0],
         "reencoded": reencode,
-        "pixel_hash": images.pixel_hash(pixels),
-        "phash": images.phash(pixels),
-        "fine_hash": images.fine_hash(pixels),
+        "pixel_hash": hashes.pixel_hash(pixels),
+        "phash": hashes.phash(pixels),
+        "fine_hash": hashes.fine_hash(pixels),
         "image_offset": tar.add(f"{key}.jpg", jpeg),
         "image_length": len(jpeg),
         "text_offset": tar.add(f"{key}.txt", text),
@@ -228,13 +230,12 @@ def _read(pair: Pair) -> bytes:
         raise images.ImageError(f"unreadable: {why}: {shown(pair.image)}") from None
 
 
-def _square(pixels: images.U8, side: int, fit: images.Fit) -> images.U8:
-    """[side, side, 3] what evaluation would make of the original: CLIP's own preprocessing."""
-    from pennyclip.data.loader import fit_square  # imports torch
-
-    if fit == "pad":
-        pixels = images.fit_to(pixels, side, fit)
-    return np.ascontiguousarray(fit_square(pixels, side).permute(1, 2, 0).numpy())
+def _square(pixels: images.U8, form: Form) -> images.U8:
+    """[raw, raw, 3] what evaluation would make of the original."""
+    assert form.raw is not None
+    if form.fit == "pad":
+        pixels = fit_to(pixels, form.raw, "pad")
+    return centre_square(pixels, form.raw)
 
 
 @contextmanager
@@ -245,59 +246,3 @@ def _writing(final: Path) -> Iterator[BinaryIO]:
         except OSError as error:
             error.filename = error.filename or str(final)  # which disk is full
             raise
-
-
-class RawWriter:
-    """A .npy file, uint8 [rows, side, side, 3], written row by row."""
-
-    def __init__(self, file: BinaryIO, side: int) -> None:
-        self._file = file
-        self.side = side
-        self._rows = 0
-        self._write_header()
-
-    def add(self, pixels: images.U8) -> None:
-        self._file.write(pixels.data)
-        self._rows += 1
-
-    def close(self) -> None:
-        self.position = self._file.tell()
-        self._file.seek(0)
-        self._write_header()
-
-    def _write_header(self) -> None:
-        """NumPy leaves room in it, so that the number of rows may grow."""
-        shape = (self._rows, self.side, self.side, 3)
-        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-
-class TarWriter:
-    """A plain USTAR archive whose bytes follow from its members alone: no times, no owners.
-
-    Ours because it says where each member's data start, and because webdataset's writer adds a
-    PAX header to every member (5.8 KB a sample where this takes 1.7 KB).
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.position = 0
-        self.digest = blake2b(digest_size=32)
-
-    def add(self, name: str, data: bytes) -> int:
-        """Append a member; returns the offset of its first byte of data."""
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        self._write(member.tobuf(tarfile.USTAR_FORMAT))
-        offset = self.position
-        self._write(data + bytes(-len(data) % tarfile.BLOCKSIZE))
-        return offset
-
-    def close(self) -> None:
-        """Write the end of the archive: two empty blocks."""
-        self._write(bytes(2 * tarfile.BLOCKSIZE))
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self.digest.update(data)
-        self.position += len(data)

@@ -72,7 +72,7 @@ class Stored:
             return torch.from_numpy(self.values[numbers]), None
         begin = self.starts[numbers]
         lengths = self.starts[numbers + 1] - begin
-        columns = np.arange(padded_length(int(lengths.max(initial=0)), 8, self.made_at))
+        columns = np.arange(padded_length(int(lengths.max(initial=0)), self.made_at))
         inside = columns < lengths[:, None]
         values = np.zeros((*inside.shape, self.values.shape[1]), np.float16)
         values[inside] = self.values[(begin[:, None] + columns)[inside]]

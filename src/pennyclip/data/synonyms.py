@@ -61,7 +61,8 @@ class Synonyms:
                         tagged, first = int(rest[-int(senses) - 1]), int(rest[-int(senses)])
                     except (ValueError, IndexError):
                         raise RequestError(
-                            f"{folder}/index.{name} is no index of WordNet's: {line[:60]!r}"
+                            f"{folder}/index.{name} is no index of WordNet's: {line[:60]!r}. "
+                            "Take the whole folder of one version."
                         ) from None
                     count = seen.get((word, part), 0)
                     if tagged > 0 and count > best.get(word, (-1,))[0]:
@@ -109,9 +110,15 @@ def _times_seen(file: Path) -> dict[tuple[str, int], int]:
         return seen
     with file.open(encoding="latin-1") as lines:
         for line in lines:
-            key, number, count = line.split()
-            word, _, sense = key.partition("%")
-            if number == "1":
-                part = min(int(sense[0]), 5) - 1  # 5: an adjective that stands with another
-                seen[word, 2 if part == 4 else part] = int(count)
+            try:
+                key, number, count = line.split()
+                word, _, sense = key.partition("%")
+                part = int(sense[0])
+                if number == "1":  # part 5: an adjective that stands with another
+                    seen[word, PARTS.index("adj") if part == 5 else part - 1] = int(count)
+            except (ValueError, IndexError):
+                raise RequestError(
+                    f"{file} has no counts of WordNet's: {line[:60]!r}. Take the whole folder of "
+                    "one version, or remove this file."
+                ) from None
     return seen

@@ -13,13 +13,11 @@ from typing import Protocol
 
 import ftfy
 import numpy as np
-import numpy.typing as npt
 import regex
 from ftfy.badness import is_bad
 
+from pennyclip.data.order import I64
 from pennyclip.errors import RequestError
-
-I64 = npt.NDArray[np.int64]
 
 # Text that ftfy leaves as it is: ASCII without "&" (HTML entities) and without control characters
 # other than white space; and a line of common Latin, unless its letters look wrongly decoded.
@@ -66,25 +64,18 @@ def truncate(ids: list[int], length: int) -> list[int]:
     return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]
 
 
-def padded_length(longest: int, multiple: int, limit: int | None) -> int:
-    """`longest` rounded up to a multiple (compiled code then meets few lengths), within limit."""
-    rounded = -(-longest // multiple) * multiple
-    return rounded if limit is None else min(rounded, limit)
+def padded_length(longest: int, limit: int) -> int:
+    """`longest` rounded up to 8, so that compiled code meets few lengths; at most `limit`."""
+    return min(-(-longest // 8) * 8, limit)
 
 
-def pad(
-    captions: Sequence[Sequence[int]],
-    multiple: int = 8,
-    to: int | None = None,
-    limit: int | None = None,
-) -> tuple[I64, I64]:
+def pad(captions: Sequence[Sequence[int]], limit: int) -> tuple[I64, I64]:
     """Captions of unequal length as one array.
 
     Args:
         captions: B lists of ids.
-        multiple: L is the longest caption rounded up to a multiple of this,
-        to: or exactly this, for towers that were trained on padded text (SigLIP).
-        limit: L is never more than this: the tower's context length.
+        limit: L is the `padded_length` of the longest, never more than this: the tower's context
+            length.
 
     Returns:
         tokens [B, L], filled with 0 behind each caption, and lengths [B]. Only the lengths say
@@ -95,7 +86,7 @@ def pad(
     """
     lengths = np.array([len(ids) for ids in captions], np.int64)
     longest = int(lengths.max(initial=0))
-    width = to if to is not None else padded_length(longest, multiple, limit)
+    width = padded_length(longest, limit)
     if longest > width:
         raise ValueError(f"a caption of {longest} ids does not fit into {width}: truncate first")
     tokens = np.zeros((len(captions), width), np.int64)

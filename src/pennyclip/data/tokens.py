@@ -9,8 +9,9 @@ The context length is not part of it: captions are cut when they are read.
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,9 @@ import pyarrow.parquet as pq
 
 from pennyclip.atomic import remove, replacing
 from pennyclip.data.index import Dataset
-from pennyclip.data.text import I64, Tokenizer, padded_length
+from pennyclip.data.order import I64
+from pennyclip.data.text import Tokenizer, padded_length
+from pennyclip.data.writers import ArrayWriter
 from pennyclip.errors import RunError
 
 
@@ -56,22 +59,20 @@ class TokenStore:
         """Ids of one whole caption, with its start and end tokens."""
         return self.ids[self.starts[number] : self.starts[number + 1]].tolist()
 
-    def batch(self, numbers: I64, context_length: int, multiple: int = 8) -> tuple[I64, I64]:
+    def batch(self, numbers: I64, context_length: int) -> tuple[I64, I64]:
         """Captions cut to the context length and padded.
 
         Args:
             numbers: [B] caption numbers.
             context_length: most ids a caption may keep; a cut caption keeps its end token.
-            multiple: L is the longest caption rounded up to this, at most `context_length`.
-                With `multiple=context_length`, L is the full length (SigLIP's text towers).
 
         Returns:
-            tokens [B, L], 0 behind each caption, and lengths [B].
+            tokens [B, L], 0 behind each caption, and lengths [B]. L is as `text.pad` has it.
         """
         begin, end = self.starts[numbers], self.starts[numbers + 1]
         lengths = np.minimum(end - begin, context_length)
         longest = int(lengths.max(initial=0))
-        columns = np.arange(padded_length(longest, multiple, context_length))
+        columns = np.arange(padded_length(longest, context_length))
         inside = columns < lengths[:, None]
         tokens = np.zeros(inside.shape, np.int64)
         tokens[inside] = self.ids[(begin[:, None] + columns)[inside]]
@@ -90,33 +91,26 @@ class TokenStore:
 
 
 def _build(dataset: Dataset, tokenizer: Tokenizer, folder: Path) -> None:
-    dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     counts = [0]
     with replacing(folder) as partial:
         partial.mkdir()
         with (partial / "ids.npy").open("wb") as file:
-            _write_header(file, dtype, 0)
+            ids = ArrayWriter(file, dtype)
             for captions in _captions(dataset):
                 encoded = [tokenizer.encode(caption) for caption in captions]
                 counts += map(len, encoded)
-                file.write(np.array([i for ids in encoded for i in ids], dtype).tobytes())
-            file.seek(0)
-            _write_header(file, dtype, sum(counts))
+                ids.add(list(chain.from_iterable(encoded)))
+            ids.close()
         np.save(partial / "starts.npy", np.cumsum(counts, dtype=np.int64))
         (partial / "meta.json").write_text(json.dumps({"dataset": dataset.fingerprint}) + "\n")
-
-
-def _write_header(file: BinaryIO, dtype: np.dtype[Any], length: int) -> None:
-    """The header of a flat .npy array. NumPy leaves room in it, so that its length may grow."""
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
-    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _captions(dataset: Dataset) -> Iterator[list[str]]:
     """The captions of each shard, in the order of rows."""
     first = 0
-    for shard in dataset.meta["shards"]:
-        index = dataset.path / "index" / f"{Path(shard['path']).stem}.parquet"
+    for shard in range(len(dataset.meta["shards"])):
+        index = dataset.index_path(shard)
         column = pq.read_table(index, columns=["captions"])["captions"]
         counts = dataset.rows["captions"][first : first + len(column)]
         if not np.array_equal(pc.list_value_length(column).to_numpy(), counts):

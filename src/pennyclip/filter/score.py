@@ -17,8 +17,6 @@ from pennyclip.data.tokens import TokenStore
 from pennyclip.embeddings import Embeddings, image_embeddings, text_embeddings
 from pennyclip.encoder import CHUNK, load
 from pennyclip.features import Progress
-from pennyclip.filter.rules import Mask
-from pennyclip.filter.similar import distinct
 
 F32 = npt.NDArray[np.float32]
 
@@ -80,18 +78,13 @@ class Scorer:
         as well as by its fingerprint.
         """
         none = np.empty(0, np.int64)
-        meta, config = self.checkpoint.path / "meta.json", self.checkpoint.path.parents[1]
-        if not meta.is_file() or not (config / "config.toml").is_file():
+        meta = self.checkpoint.path / "meta.json"
+        config = self.checkpoint.path.parents[1] / "config.toml"
+        if not meta.is_file() or not config.is_file():
             return none
-        request = read_toml(config / "config.toml")
+        request = read_toml(config)
         same = self.checkpoint.meta.get("dataset") == self.dataset.fingerprint
         if not same and Path(request.data or "").resolve() != self.dataset.path.resolve():
             return none
         there = request.subset in self.dataset.subsets()
         return self.dataset.subset(request.subset) if there else none
-
-    def distinct(
-        self, rows: I64, limit: float, progress: Progress
-    ) -> tuple[Mask, list[tuple[int, int, float]]]:
-        """Which rows are no closer to one before them than a cosine of `limit`."""
-        return distinct(self.images, rows, limit, self.device, progress)

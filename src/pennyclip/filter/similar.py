@@ -8,8 +8,8 @@ from pennyclip.embeddings import Embeddings
 from pennyclip.features import Progress, silent
 from pennyclip.filter.rules import Mask
 
-BLOCK = 1024  # rows compared at a time. chosen: a large matrix product, and few by hand
-PART = 1 << 16  # kept rows that they are compared with at a time. chosen: cosines of 256 MB
+BLOCK = 1024  # chosen: a large matrix product, and few by hand
+PART = 1 << 16  # chosen: cosines of 256 MB
 
 
 @torch.no_grad()
@@ -19,6 +19,9 @@ def distinct(
     limit: float,
     device: torch.device,
     progress: Progress = silent,
+    *,
+    block: int = BLOCK,
+    part: int = PART,
 ) -> tuple[Mask, list[tuple[int, int, float]]]:
     """Keep rows that are not too close to one kept before.
 
@@ -31,6 +34,8 @@ def distinct(
         rows: [N] those to choose from, the preferred ones first.
         limit: largest cosine between two that are kept.
         progress: told of the rows gone through; a later one takes longer.
+        block: rows compared at a time,
+        part: and kept ones that they are compared with.
 
     Returns:
         [N] which are kept, and for each of the others: the row, the kept one, and their cosine.
@@ -39,17 +44,16 @@ def distinct(
     numbers = np.empty(len(rows), np.int64)
     count, mask = 0, np.zeros(len(rows), np.bool_)
     dropped: list[tuple[int, int, float]] = []
-    for start in range(0, len(rows), BLOCK):
-        some = rows[start : start + BLOCK]
-        block = embeddings.take(some).to(device)
-        block /= block.norm(dim=1, keepdim=True)  # float16 has rounded them
-        among = (block @ block.T).cpu()
+    for start in range(0, len(rows), block):
+        some = rows[start : start + block]
+        vectors = embeddings.take(some).to(device)
+        vectors /= vectors.norm(dim=1, keepdim=True)  # float16 has rounded them
+        among = (vectors @ vectors.T).cpu()
         closest = torch.full((len(some),), -1.0)
         where = torch.zeros(len(some), dtype=torch.int64)
-        for first in range(0, count, PART):
-            cosine, place = (
-                t.cpu() for t in (block @ kept[first : min(count, first + PART)].T).max(1)
-            )
+        for first in range(0, count, part):
+            cosines = vectors @ kept[first : min(count, first + part)].T
+            cosine, place = (best.cpu() for best in cosines.max(1))
             closer = cosine > closest
             closest = torch.where(closer, cosine, closest)
             where = torch.where(closer, place + first, where)
@@ -65,7 +69,7 @@ def distinct(
             else:
                 inside.append(i)
         mask[[start + i for i in inside]] = True
-        kept[count : count + len(inside)] = block[inside]
+        kept[count : count + len(inside)] = vectors[inside]
         numbers[count : count + len(inside)] = some[inside]
         count += len(inside)
         progress("rows compared", start + len(some), len(rows))

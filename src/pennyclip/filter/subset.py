@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -25,6 +24,7 @@ from pennyclip.errors import RequestError
 from pennyclip.features import Progress, silent
 from pennyclip.filter.rules import Rules, first_of_each
 from pennyclip.filter.score import Scorer
+from pennyclip.filter.similar import distinct
 from pennyclip.report.filtered import Drawn, write_filter_page
 
 SPLITS = ("train", "dev", "val", "test")
@@ -50,11 +50,9 @@ class Filtered:
         width = max(len(step["rule"]) for step in self.steps)
         done = " (was already made)" if self.already_done else ""
         lines = [f"{self.path}: {self.rows:,} rows{done}"]
-        lines += [
-            f"  {step['rule']:<{width}}  {step['left']:>10,} left"
-            + (step["dropped"] is not None) * f"  {step['dropped'] or 0:>10,} dropped"
-            for step in self.steps
-        ]
+        for step in self.steps:
+            dropped = "" if step["dropped"] is None else f"  {step['dropped']:>10,} dropped"
+            lines.append(f"  {step['rule']:<{width}}  {step['left']:>10,} left{dropped}")
         lines += self.notes
         return "\n".join([*lines, f"look at it: {self.page}", f"train on it: --subset {self.name}"])
 
@@ -94,8 +92,20 @@ def filter_dataset(
     Raises:
         RequestError: the request makes no sense, nothing is left, or the name is taken.
     """
-    _check(name, union, rules, score, threshold, keep, max_similarity, max_repeats, intersect)
+    request: dict[str, Any] = {
+        "union": list(union),
+        "intersect": list(intersect),
+        **asdict(rules),
+        "score": score,
+        "threshold": threshold,
+        "keep": keep,
+        "max_similarity": max_similarity,
+        "max_repeats": max_repeats,
+    }
+    _check(name, request)
     dataset = Dataset(data)
+    request = {"dataset": dataset.fingerprint, **request}
+    within = [(other, dataset.subset(other)) for other in intersect]
     rows = np.unique(np.concatenate([dataset.subset(one) for one in union]))
     steps: list[dict[str, Any]] = []
 
@@ -107,26 +117,18 @@ def filter_dataset(
         return remaining
 
     rows = left(f"rows of {' or '.join(union)}", rows)
-    request: dict[str, Any] = {
-        "dataset": dataset.fingerprint,
-        "union": list(union),
-        "intersect": list(intersect),
-        **asdict(rules),
-        "score": score,
-        "threshold": threshold,
-        "keep": keep,
-        "max_similarity": max_similarity,
-        "max_repeats": max_repeats,
-    }
+    made = _made_before(dataset, name)
+    _compare(dataset, name, made, request, passing=("score",))  # before hours are spent on scores
     scorer = None
     if score is not None:
         scorer = Scorer.open(dataset, score, checkpoint, progress)
         request["score"] = scorer.fingerprint
-    if (done := _made_before(dataset, name, request)) is not None:
-        return done
+    _compare(dataset, name, made, request)
+    if made is not None:
+        return Filtered(**made["result"] | {"already_done": True})
 
-    for other in intersect:
-        rows = left(f"also in {other}", np.intersect1d(rows, dataset.subset(other)))
+    for other, inside in within:
+        rows = left(f"also in {other}", np.intersect1d(rows, inside))
     for rule, mask in rules.masks(dataset):
         rows = left(rule, rows[mask[rows]])
     drawn = Drawn()
@@ -151,8 +153,8 @@ def filter_dataset(
         rows = ranked
         drawn = Drawn(before, scores[before], len(ranked))
         if max_similarity is not None:
-            mask, pairs = scorer.distinct(ranked, max_similarity, progress)
-            drawn = Drawn(before, scores[before], len(ranked), pairs)
+            mask, twins = distinct(scorer.images, ranked, max_similarity, scorer.device, progress)
+            drawn = Drawn(before, scores[before], len(ranked), twins)
             rows = ranked = left(f"no pictures closer than {max_similarity:g}", ranked[mask])
     if max_repeats is not None:
         groups = dataset.rows["group"][ranked].astype(np.int64)
@@ -163,50 +165,45 @@ def filter_dataset(
     return _write(dataset, name, request, np.sort(rows), steps, notes, drawn)
 
 
-def _check(
-    name: str,
-    union: Sequence[str],
-    rules: Rules,
-    score: str | None,
-    threshold: float | None,
-    keep: float | None,
-    max_similarity: float | None,
-    max_repeats: int | None,
-    intersect: Sequence[str],
-) -> None:
+SCORED = ("threshold", "keep", "max_similarity")
+"""What asks for scores."""
+
+RANGES = {
+    "keep": (0, 1),
+    "threshold": (-1, 1),
+    "max_similarity": (-1, 1),
+    **dict.fromkeys(("max_repeats", *asdict(ANY)), (1, np.inf)),
+}
+"""Least and most."""
+
+
+def _check(name: str, request: dict[str, Any]) -> None:
+    """Raises RequestError where a request makes no sense whatever the dataset."""
     if not NAME.fullmatch(name) or name in SPLITS:
         raise RequestError(
             f"--name {name}: expected letters, digits, '.', '_' or '-', and none of the splits "
             f"{', '.join(SPLITS)}, which prepare writes."
         )
-    by_score = {"threshold": threshold, "keep": keep, "max_similarity": max_similarity}
-    asked = [key for key, value in by_score.items() if value is not None]
-    if score is None and asked:
+    asked = [key for key in SCORED if request[key] is not None]
+    scored = request["score"] is not None
+    if asked and not scored:
         raise RequestError(
             f"{' and '.join(asked)} need a model: add --score RUN (or a folder of open_clip's or "
             "transformers')."
         )
-    if score is not None and not asked:
+    if scored and not asked:
         raise RequestError(
             "--score alone keeps everything: add --keep 0.5 or --threshold X, look at the page, "
             "and choose again under another name; the embeddings are kept."
         )
-    if threshold is not None and keep is not None:
+    if request["threshold"] is not None and request["keep"] is not None:
         raise RequestError("--threshold and --keep both say where to cut: give one of them.")
-    for key, value, low, high in (
-        ("keep", keep, 0, 1),
-        ("threshold", threshold, -1, 1),
-        ("max_similarity", max_similarity, -1, 1),
-        ("max_repeats", max_repeats, 1, np.inf),
-        ("min_words", rules.min_words, 1, np.inf),
-        ("min_characters", rules.min_characters, 1, np.inf),
-        ("min_side", rules.min_side, 1, np.inf),
-        ("max_aspect", rules.max_aspect, 1, np.inf),
-    ):
-        if value is not None and not low <= value <= high:
-            raise RequestError(f"{key} = {value}: expected a number from {low} to {high}.")
-    nothing = rules == ANY and score is None and max_repeats is None
-    if not union or (nothing and len(union) < 2 and not intersect):
+    for key, (low, high) in RANGES.items():
+        if request[key] is not None and not low <= request[key] <= high:
+            raise RequestError(f"{key} = {request[key]}: expected a number from {low} to {high}.")
+    rules = [key for key in RANGES if request[key] is not None]
+    union, intersect = request["union"], request["intersect"]
+    if not union or not (rules or intersect or len(union) > 1):
         raise RequestError("this would keep every row: add a rule (see --help).")
 
 
@@ -214,24 +211,32 @@ def _told(steps: list[dict[str, Any]]) -> str:
     return ", ".join(f"{step['rule']}: {step['left']:,}" for step in steps)
 
 
-def _made_before(dataset: Dataset, name: str, request: dict[str, Any]) -> Filtered | None:
-    """The same filter's result; None where there is none.
-
-    Raises:
-        RequestError: the name belongs to another filter.
-    """
+def _made_before(dataset: Dataset, name: str) -> dict[str, Any] | None:
+    """The request and result of what has the name already; None where nothing has."""
     record = dataset.path / "keep" / f"{name}.json"
     if not record.with_suffix(".parquet").is_file():
         return None
-    found = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    old = found.get("request", {})
-    if old != request:
-        keys = sorted(key for key in {*old, *request} if old.get(key) != request.get(key))
+    empty: dict[str, Any] = {"request": {}}  # somebody's own rows
+    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else empty
+
+
+def _compare(
+    dataset: Dataset,
+    name: str,
+    made: dict[str, Any] | None,
+    request: dict[str, Any],
+    passing: Sequence[str] = (),
+) -> None:
+    """Raises RequestError where the name belongs to another request; some keys may differ."""
+    if made is None:
+        return
+    old = made["request"]
+    keys = sorted(key for key in {*old, *request} if old.get(key) != request.get(key))
+    if not set(keys) <= set(passing):
         raise RequestError(
             f"{dataset.path} has a subset '{name}' already, of another request (different: "
             f"{', '.join(keys)}). Give another --name, or remove keep/{name}.*."
         )
-    return Filtered(**found["result"] | {"already_done": True})
 
 
 def _held_out(dataset: Dataset, rows: I64) -> list[str]:
@@ -249,7 +254,7 @@ def _write(
     dataset: Dataset,
     name: str,
     request: dict[str, Any],
-    rows: npt.NDArray[np.int64],
+    rows: I64,
     steps: list[dict[str, Any]],
     notes: list[str],
     drawn: Drawn,

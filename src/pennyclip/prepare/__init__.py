@@ -13,18 +13,14 @@ from typing import Any
 
 from pennyclip.data.duplicates import NEAR_BITS
 from pennyclip.data.engines import Engine
-from pennyclip.data.images import MAX_PIXELS, Fit
+from pennyclip.data.images import MAX_PIXELS
+from pennyclip.data.resize import Fit
 from pennyclip.data.shards import Form
 from pennyclip.data.sources import Options, open_sources
 from pennyclip.errors import RequestError, RunError
+from pennyclip.prepare.claim import claimed, make_tasks
 from pennyclip.prepare.finish import finish
-from pennyclip.prepare.request import (
-    check_settings,
-    check_sources,
-    claimed,
-    make_tasks,
-    source_records,
-)
+from pennyclip.prepare.request import check_settings, check_sources, source_records
 from pennyclip.prepare.summary import Summary, summarize
 from pennyclip.prepare.work import make_shards
 
@@ -89,7 +85,8 @@ def prepare(
 
     Raises:
         RequestError: a source or argument is wrong, or `out` holds something else.
-        RunError: nearly everything was refused, a worker was killed, or the disk is full.
+        RunError: nearly everything was refused, a shard's workers were killed time and again, or
+            the disk is full.
     """
     began = time.monotonic()
     if isinstance(sources, str):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pennyclip.atomic import replacing, write_text
@@ -17,10 +19,10 @@ from pennyclip.data.duplicates import row_groups
 from pennyclip.data.groups import split_rows, with_labels
 from pennyclip.data.index import ROW, SCHEMA_VERSION
 from pennyclip.data.order import I64
-from pennyclip.prepare.request import Claim, shard_counts
+from pennyclip.prepare.claim import Claim
 
-SHARD = ("rows", "bytes", "raw_bytes", "blake2b")
-DECIDES_BYTES = ("pillow", "simplejpeg", "torch", "numpy", "pyarrow")
+SHARD = ("rows", "bytes", "raw_bytes", "blake2b")  # what dataset.json takes of a manifest
+DECIDES_BYTES = ("pillow", "simplejpeg", "torch", "numpy", "pyarrow")  # packages
 
 
 def finish(claim: Claim) -> None:
@@ -29,50 +31,44 @@ def finish(claim: Claim) -> None:
     It comes last, and says how many rows count: until then, an appended dataset is the old one.
     """
     out, request = claim.out, claim.request
-    names = [f"{number:06d}" for number in range(sum(shard_counts(request)))]
+    names = [f"{number:06d}" for number in range(claim.shards)]
     manifests = [_read(out / "index" / f"{name}.json") for name in names]
     tables = [pq.read_table(out / "index" / f"{name}.parquet") for name in names]
     table = pa.concat_tables(tables)
-    hashes, captions = table["pixel_hash"].to_pylist(), table["captions"].to_pylist()
-    inseparable, pictures = row_groups(table, request["near_bits"])
     before = _read(out / "dataset.json") if claim.batch else None
     first = before["counts"]["kept"] if before else 0
+
+    inseparable, pictures = row_groups(table, request["near_bits"])
     splits, dropped = split_rows(
         inseparable,
         table["split"].to_pylist(),
-        hashes,
+        table["pixel_hash"].to_pylist(),
         val_share=request["val_share"],
         dev_share=request["dev_share"],
         seed=request["seed"],
         settled=_settled(out, before["splits"], first) if before else {},
         first=first,
     )
-    groups = with_labels(inseparable, table["label"].to_pylist(), captions)
-    rows = np.empty(len(table), ROW)
-    rows["shard"] = np.repeat(np.arange(len(tables)), [len(one) for one in tables])
-    rows["captions"] = [len(own) for own in captions]
-    rows["group"] = groups
-    for name in ("image_offset", "image_length", "text_offset", "text_length"):
-        rows[name] = table[name].to_numpy()
+    groups = with_labels(inseparable, table["label"].to_pylist(), table["captions"].to_pylist())
+    rows = _rows(table, [len(one) for one in tables], groups)
+    rejects = [reject for found in manifests for reject in found["rejects"]]
+    crossing = _earlier(out, first) if before else []
+    crossing += _crossing(table, inseparable, splits, dropped)
+
     with replacing(out / "index" / "rows.npy") as partial, partial.open("wb") as file:
         np.save(file, rows)
     for name, ids in splits.items():
         with replacing(out / "keep" / f"{name}.parquet") as partial:
             pq.write_table(pa.table({"row": ids}), partial)
-    rejects = [reject for found in manifests for reject in found["rejects"]]
-    lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in rejects]
-    write_text(out / "rejects.jsonl", "".join(lines))
-    crossing = _crossing(table, inseparable, splits, dropped)
-    if claim.batch and (out / "crossing.jsonl").is_file():
-        earlier = (out / "crossing.jsonl").read_text(encoding="utf-8").splitlines()
-        crossing = [one for line in earlier if (one := json.loads(line))["row"] < first] + crossing
-    lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in crossing]
-    write_text(out / "crossing.jsonl", "".join(lines))
+    _write_lines(out / "rejects.jsonl", rejects)
+    _write_lines(out / "crossing.jsonl", crossing)
 
     fingerprint = blake2b(rows.tobytes(), digest_size=16)
     for found in manifests:
         fingerprint.update(bytes.fromhex(found["blake2b"]))
     reasons = Counter(reject["reason"].partition(":")[0] for reject in rejects)
+    _, group_sizes = np.unique(groups, return_counts=True)
+    equal = len(rows) - pc.count_distinct(table["pixel_hash"]).as_py()
     meta = {
         "schema_version": SCHEMA_VERSION,
         "fingerprint": fingerprint.hexdigest(),
@@ -97,10 +93,10 @@ def finish(claim: Claim) -> None:
             "kept": len(rows),
             "rejected": dict(reasons.most_common()),
             "captions": int(rows["captions"].sum()),
-            "groups": len(np.unique(groups)),
-            "largest_group": int(np.unique(groups, return_counts=True)[1].max()),
-            "equal_pictures": len(rows) - len(set(hashes)),
-            "near_pictures": len(set(hashes)) - len(np.unique(pictures)),
+            "groups": len(group_sizes),
+            "largest_group": int(group_sizes.max()),
+            "equal_pictures": equal,
+            "near_pictures": len(rows) - equal - len(np.unique(pictures)),
             "crossing": len(crossing),
         },
         "splits": {name: len(ids) for name, ids in sorted(splits.items())},
@@ -108,8 +104,24 @@ def finish(claim: Claim) -> None:
     write_text(out / "dataset.json", json.dumps(meta, ensure_ascii=False, indent=1) + "\n")
 
 
+def _rows(table: pa.Table, counts: list[int], groups: I64) -> npt.NDArray[np.void]:
+    """What the loader reads, of all rows; `counts` are those of each shard."""
+    rows = np.empty(len(table), ROW)
+    rows["shard"] = np.repeat(np.arange(len(counts)), counts)
+    rows["captions"] = pc.list_value_length(table["captions"]).to_numpy()
+    rows["group"] = groups
+    for name in ("image_offset", "image_length", "text_offset", "text_length"):
+        rows[name] = table[name].to_numpy()
+    return rows
+
+
 def _read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _write_lines(file: Path, records: list[dict[str, Any]]) -> None:
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    write_text(file, "".join(lines))
 
 
 def _settled(out: Path, names: Iterable[str], first: int) -> dict[str, I64]:
@@ -119,6 +131,15 @@ def _settled(out: Path, names: Iterable[str], first: int) -> dict[str, I64]:
         ids = pq.read_table(out / "keep" / f"{name}.parquet")["row"].to_numpy()
         splits[name] = ids[ids < first]
     return splits
+
+
+def _earlier(out: Path, first: int) -> list[dict[str, Any]]:
+    """What had to go of the rows before `first`; likewise, there may be more."""
+    file = out / "crossing.jsonl"
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8") as lines:
+        return [record for record in map(json.loads, lines) if record["row"] < first]
 
 
 def _crossing(

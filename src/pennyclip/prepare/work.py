@@ -17,10 +17,13 @@ class Refused(RunError):
     """So much was refused that something is wrong with the sources as a whole."""
 
 
-def make_shards(
-    tasks: list[ShardTask], engine: Engine, workers: int | None, quiet: bool
-) -> list[dict[str, Any]]:
-    """Carry out the tasks that are not done, and return every shard's manifest."""
+def make_shards(tasks: list[ShardTask], engine: Engine, workers: int | None, quiet: bool) -> None:
+    """Carry out the tasks that are not done.
+
+    Raises:
+        Refused: of all inputs, or of the first `PATIENCE`, most were refused. Nothing is kept.
+        RunError: a task failed.
+    """
     done = {task.number: found for task in tasks if (found := task.made()) is not None}
     todo = [task for task in tasks if task.number not in done]
     first = -(-PATIENCE // len(tasks[0].items))  # shards that show whether the sources are sound
@@ -51,7 +54,6 @@ def make_shards(
             for file in (task.manifest, task.index, task.tar, task.raw):
                 remove(file)
         raise Refused(f"{trouble} Nothing of it is kept: correct the cause and run it again.")
-    return [done[task.number] for task in tasks]
 
 
 def _systematic(manifests: list[dict[str, Any]]) -> str | None:

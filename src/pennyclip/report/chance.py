@@ -47,13 +47,13 @@ def chance(groups: I64, batch_size: int) -> Chance:
     assert 2 <= batch_size <= len(groups)
     _, sizes = np.unique(groups, return_counts=True)
     size, count = np.unique(sizes, return_counts=True)
-    masked = multi = floor = 0.0
+    masked = floor = 0.0
     for s, share in zip(size.tolist(), (size * count / len(groups)).tolist(), strict=True):
         others, p = _hypergeometric(len(groups) - 1, s - 1, batch_size - 1)
         masked += share * float(p @ np.log(batch_size - others))
         floor += share * float(p @ np.log1p(others))
-    multi = log(batch_size) - floor
-    return Chance(batch_size, log(batch_size), masked, multi, floor)
+    plain = log(batch_size)
+    return Chance(batch_size, plain, masked, plain - floor, floor)
 
 
 def _hypergeometric(total: int, marked: int, drawn: int) -> tuple[I64, F64]:

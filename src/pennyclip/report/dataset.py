@@ -8,17 +8,13 @@ from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 
-from pennyclip.data.captions import (
-    UNUSUAL,
-    caption_sizes,
-    repeated,
-    sample,
-    tokens_per_word,
-)
+from pennyclip.data.captions import UNUSUAL, caption_sizes, repeated, sample, tokens_per_word
 from pennyclip.data.duplicates import near_pictures
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import I64
@@ -37,6 +33,8 @@ SHEET = 24  # pairs of the random sheet. chosen: fills a screen or two
 BATCHES = (64, 256, 1024, 4096, 32768)
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 CONTEXT = 77  # CLIP's
+MANY = 100  # repetitions of a caption from which a cap is suggested. chosen: as in docs/filter.md
+WORDS, SIDE, ASPECT = 3, 200, 3  # DataComp's basic filter: see filter/rules.py
 
 
 def write_dataset_page(path: Path, out: Path | None = None) -> Path:
@@ -166,12 +164,12 @@ def _duplicates(dataset: Dataset) -> Html:
         rows = [(shorten(text, 160), f"{count:,}") for text, count in most]
         parts.append(tag("h3", "The captions that occur most often"))
         parts.append(table(("caption", "times"), rows, 1))
-        if most[0][1] > 100:
+        if most[0][1] > MANY:
             parts.append(
                 note(
                     "A cap on repetitions: ",
                     tag("code", f"pennyclip filter {dataset.path.name} --name capped "
-                        "--max-repeats 100"),
+                        f"--max-repeats {MANY}"),
                 )
             )  # fmt: skip
     return section("duplicates", "Duplicates", *parts)
@@ -263,18 +261,15 @@ def _captions(dataset: Dataset) -> Html:
         (f"{q:.0%}", *(f"{np.quantile(v, q):,.0f}" for v in (sizes.words, sizes.characters)))
         for q in QUANTILES
     ]
-    shown = np.minimum(sizes.words, np.quantile(sizes.words, 0.99, method="higher"))
     intro = note(
         f"By CLIP's own tokenizer {ratio:.2f} tokens a word, and {longer:.1%} of the captions are "
         f"longer than its {CONTEXT} tokens ({len(some):,} looked at). "
-        f"{(sizes.words < 3).mean():.1%} of all have fewer than 3 words."
+        f"{(sizes.words < WORDS).mean():.1%} of all have fewer than {WORDS} words."
     )
+    quantiles = table(("quantile", "words", "characters"), rows, 2)
     unit = "words (the longest 1 % at the end)"
-    figure = tag("figure", histogram(shown, unit, "captions"))
-    listed = tag("div", table(("quantile", "words", "characters"), rows, 2))
-    return section(
-        "captions", "Captions", problem, intro, tag("div", figure, listed, class_="figures")
-    )
+    figures = _figures(sizes.words, unit, "captions", quantiles)
+    return section("captions", "Captions", problem, intro, figures)
 
 
 def _pictures(dataset: Dataset) -> Html:
@@ -286,15 +281,20 @@ def _pictures(dataset: Dataset) -> Html:
         for q in QUANTILES
     ]
     intro = note(
-        f"As they came. {(short < 200).mean():.1%} have a shorter side below 200 pixels, "
-        f"{(aspect > 3).mean():.1%} a longer side above 3 times the shorter."
+        f"As they came. {(short < SIDE).mean():.1%} have a shorter side below {SIDE} pixels, "
+        f"{(aspect > ASPECT).mean():.1%} a longer side above {ASPECT} times the shorter."
     )
     header = ("quantile", "shorter side, pixels", "longer / shorter")
-    shown = np.minimum(short, np.quantile(short, 0.99, method="higher"))
     unit = "shorter side, pixels (the largest 1 % at the end)"
-    figure = tag("figure", histogram(shown, unit, "pictures"))
-    listed = tag("div", table(header, rows, 2))
-    return section("pictures", "Pictures", intro, tag("div", figure, listed, class_="figures"))
+    figures = _figures(short, unit, "pictures", table(header, rows, 2))
+    return section("pictures", "Pictures", intro, figures)
+
+
+def _figures(values: npt.NDArray[Any], unit: str, counted: str, quantiles: Html) -> Html:
+    """A histogram whose last bar stands for the largest 1 %, beside a table."""
+    shown = np.minimum(values, np.quantile(values, 0.99, method="higher"))
+    figure = tag("figure", histogram(shown, unit, counted))
+    return tag("div", figure, tag("div", quantiles), class_="figures")
 
 
 def _sheet(dataset: Dataset) -> Html:

@@ -22,17 +22,25 @@ from pennyclip.session import open_rows
 def write_samples(config: Config, out: Path, count: int, epochs: int) -> list[list[str]]:
     """Write the page: a strip a pair, what is stored first, then one picture an epoch.
 
+    Args:
+        count: pairs, at most as many as there are.
+        epochs: shown of each.
+
     Returns:
         The captions shown: for each pair that of each epoch.
 
     Raises:
         RequestError: the recipe changes no pair, or asks for what cannot be.
     """
+    for name, value in (("count", count), ("epochs", epochs)):
+        if value < 1:
+            raise RequestError(f"{name} = {value}: expected 1 or more.")
     check_augment(config)
     if not (config.augment.changes_images or config.augment.changes_captions):
         keys = ", ".join(f"--augment.{name.replace('_', '-')}" for name in vars(Augment()))
-        raise RequestError(f"the recipe changes neither pictures nor captions. Set some of {keys}")
+        raise RequestError(f"the recipe changes neither pictures nor captions. Set some of {keys}.")
     found = open_rows(config)
+    count = min(count, len(found.train))
     rows = found.train[np.linspace(0, len(found.train) - 1, count).astype(np.int64)]
     stage = config.stages[-1]
     loader = Loader(

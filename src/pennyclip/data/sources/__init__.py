@@ -13,8 +13,9 @@ from pathlib import Path
 from pennyclip.data.sources.classes import CLASSES
 from pennyclip.data.sources.coco import COCO
 from pennyclip.data.sources.columns import COLUMNS
+from pennyclip.data.sources.files import walk
 from pennyclip.data.sources.folders import FOLDER
-from pennyclip.data.sources.pairs import Item, Options, Pair, Reader, Reject, Source, walk
+from pennyclip.data.sources.pairs import Item, Options, Pair, Reader, Reject, Source
 from pennyclip.data.sources.saved import SAVED
 from pennyclip.data.sources.tables import LONE_TABLE, TABLE
 from pennyclip.data.sources.tars import TARS

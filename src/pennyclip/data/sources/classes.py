@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pennyclip.data.sources.files import IMAGE_SUFFIXES, listing_fingerprint, shown, walk
 from pennyclip.data.sources.pairs import (
-    IMAGE_SUFFIXES,
     SPLITS,
     Item,
     Options,
@@ -13,10 +13,7 @@ from pennyclip.data.sources.pairs import (
     Reader,
     Reject,
     Source,
-    listing_fingerprint,
     pair_or_reject,
-    shown,
-    walk,
 )
 from pennyclip.errors import RequestError
 

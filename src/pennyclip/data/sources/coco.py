@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pennyclip.data.sources.pairs import (
-    SPLITS,
-    Item,
-    Options,
-    Reader,
-    Reject,
-    Source,
-    load_json,
-    shown,
-)
-from pennyclip.data.sources.tables import TableItem, fingerprint
+from pennyclip.data.sources.files import shown
+from pennyclip.data.sources.pairs import SPLITS, Item, Options, Reader, Reject, Source, load_json
+from pennyclip.data.sources.rows import TableItem, fingerprint
 from pennyclip.errors import RequestError
 
 LOOKED_AT = 100  # pictures by which their folder is found. chosen: some may be missing
@@ -65,10 +57,15 @@ def _items(file: Path, tree: dict[str, Any]) -> Iterator[Item]:
     images = [
         record
         for record in tree["images"]
-        if isinstance(record, dict) and isinstance(record.get("file_name"), str) and "id" in record
+        if isinstance(record, dict)
+        and all(isinstance(record.get(name), str) for name in ("id", "file_name"))
     ]
     if len(images) < len(tree["images"]) or not images:
-        raise RequestError(f"{file}: expected images with 'id' and 'file_name', found others.")
+        others = len(tree["images"]) - len(images)
+        raise RequestError(
+            f"{file}: expected images, each with a number or string as 'id' and its 'file_name'; "
+            f"{others} of {len(tree['images'])} are none. Correct or remove them."
+        )
     if not any("caption" in one for one in tree["annotations"] if isinstance(one, dict)):
         raise RequestError(
             f"{file}: its annotations have no 'caption'. Give COCO's captions_*.json, not its "
@@ -77,21 +74,25 @@ def _items(file: Path, tree: dict[str, Any]) -> Iterator[Item]:
     stem = file.stem.removeprefix("captions_")
     root = _root(file, stem, [record["file_name"] for record in images])
     split = SPLITS.get(stem.rstrip("0123456789_-").lower())
-    found: dict[Any, TableItem] = {}
+    found: dict[str, TableItem] = {}
+    rejects: list[Item] = []
     for record in images:
-        origin = f"{name}: image {record['id']}"
-        found[record["id"]] = TableItem(root, record["file_name"], origin, None, split)
-    orphans: list[Item] = []
+        key, origin = record["file_name"], f"{name}: image {record['id']}"
+        if record["id"] in found:
+            rejects.append(Reject(key, origin, "bad image: another one has the same id"))
+        else:
+            found[record["id"]] = TableItem(root, key, origin, None, split)
     for number, one in enumerate(tree["annotations"]):
-        item = found.get(one.get("image_id")) if isinstance(one, dict) else None
+        image = one.get("image_id") if isinstance(one, dict) else None
+        item = found.get(image) if isinstance(image, str) else None
         caption = one.get("caption") if item is not None else None
         if item is None or not isinstance(caption, str):
             why = "no such image" if item is None else "no caption"
-            orphans.append(Reject("", f"{name}: annotation {number}", f"bad annotation: {why}"))
+            rejects.append(Reject("", f"{name}: annotation {number}", f"bad annotation: {why}"))
         else:
             item.captions.append(caption)
     yield from found.values()
-    yield from orphans
+    yield from rejects
 
 
 def _root(file: Path, stem: str, names: list[str]) -> Path:

@@ -16,6 +16,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
+from pennyclip.data.sources.files import listing_fingerprint, shown, walk
 from pennyclip.data.sources.pairs import (
     CAPTION_KEYS,
     SPLITS,
@@ -23,11 +24,8 @@ from pennyclip.data.sources.pairs import (
     Options,
     Reader,
     Source,
-    listing_fingerprint,
-    shown,
-    walk,
 )
-from pennyclip.data.sources.tables import IMAGE_KEYS, Rows, fingerprint, list_rows
+from pennyclip.data.sources.rows import IMAGE_KEYS, Row, address_hint, fingerprint, list_rows
 from pennyclip.errors import RequestError
 
 COLUMN_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -84,18 +82,16 @@ def _list(file: Path, split: str | None, options: Options) -> list[Item]:
     others = {name: kind for name, kind in kinds.items() if name != image}
     caption = _choose(others, options.caption_key, CAPTION_KEYS, _is_caption)
     if image is None or caption is None:
-        what, needed = ("caption", "strings or lists of strings")
+        what, needed = "caption", "strings or lists of strings"
         if image is None:
             what, needed = "image", "bytes, paths, or structs of both"
-        hint = ""
-        if image is None and any("url" in name.lower() for name in kinds):
-            hint = " Addresses are not downloaded: fetch them first (img2dataset writes tars)."
+        hint = address_hint(kinds) if image is None else ""
         columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
         raise RequestError(
             f"{file}: no column for the {what}, of {needed}; it has {columns}. Name the right one "
             f"with --{what}-key.{hint}"
         )
-    rows = Rows(list(kinds), "", _rows(file, kinds, image, caption))
+    rows = _rows(file, kinds, image, caption)
     return list_rows(rows, file, file.parent, image, caption, split)
 
 
@@ -117,7 +113,7 @@ def _choose(
 
 def _rows(
     file: Path, kinds: dict[str, pa.DataType], image: str, caption: str
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Iterator[tuple[int, Row]]:
     """Rows counted from 0, with a key and a `Cell` in place of a picture's bytes."""
     wanted = [caption, *(n for n in ("split", "group") if n in kinds and n not in (image, caption))]
     path = None if _is_text(kinds[image]) else f"{image}.path"

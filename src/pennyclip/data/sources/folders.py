@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pennyclip.data.sources.pairs import (
+from pennyclip.data.sources.files import (
     IMAGE_SUFFIXES,
     MAX_TEXT,
+    listing_fingerprint,
+    read_file,
+    shown,
+    walk,
+)
+from pennyclip.data.sources.pairs import (
     Item,
     Options,
     Pair,
@@ -13,11 +19,7 @@ from pennyclip.data.sources.pairs import (
     Reject,
     Source,
     caption_lines,
-    listing_fingerprint,
     pair_or_reject,
-    read_file,
-    shown,
-    walk,
 )
 
 

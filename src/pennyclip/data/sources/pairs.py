@@ -4,25 +4,19 @@ Captions become text here, the same way for every layout.
 """
 
 import json
-import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-IMAGE_SUFFIXES = frozenset(
-    (
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".bmp", ".tif", ".tiff"),
-        *(".webp", ".avif", ".jp2", ".ppm", ".pgm", ".heic", ".svg"),
-    )
-)
-"""File names that claim to be a picture. What cannot be read is refused when decoding."""
-
 CAPTION_KEYS = ("captions", "caption", "title", "text", "texts", "sentences", "description")
 """Names under which tables in use keep their captions, in order of preference."""
+
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | {
+    name: "val" for name in ("val", "valid", "validation")
+}
+"""What sources call their splits, and what they are here."""
 
 _BREAKS = "\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _BREAK_RUN = re.compile(f"[{_BREAKS}]+")
@@ -128,11 +122,6 @@ def clean_captions(values: Iterable[str | None]) -> list[str]:
     return list(captions)
 
 
-def shown(path: str | os.PathLike[str]) -> str:
-    """A file's name as valid text, also where its bytes are not UTF-8."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
 def pair_or_reject(
     key: str,
     origin: str,
@@ -152,31 +141,6 @@ def pair_or_reject(
     if len(cleaned) > 0xFFFF:  # what rows.npy holds
         return Reject(key, origin, f"bad caption: {len(cleaned):,} captions, at most 65,535")
     return Pair(key, image, cleaned, group, split, origin, label)
-
-
-MAX_TEXT = 1 << 24
-"""Bytes of a text file. Chosen: a caption of 16 MB is a mistake."""
-MAX_IMAGE = 1 << 30
-"""Bytes of a picture's file. Chosen: above 100 megapixels of four 16-bit samples, as they are."""
-
-
-def read_file(path: Path, most: int) -> bytes:
-    """A file's content.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no regular file (one that waits, or never ends), or larger than `most`.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError("not a file")
-    check_size(found.st_size, most)
-    return path.read_bytes()
-
-
-def check_size(size: int, most: int) -> None:
-    if size > most:
-        raise ValueError(f"{size:,} bytes, and at most {most:,} are read")
 
 
 def caption_lines(data: bytes) -> list[str]:
@@ -216,42 +180,3 @@ def json_captions(record: Any, key: str) -> list[str | None]:
     if not all(isinstance(text, str | None) for text in values):
         raise ValueError(f"'{keys[0]}' is neither a string nor a list of strings")
     return values
-
-
-def listing_fingerprint(root: Path, files: Iterable[Path]) -> str:
-    """Identifies files by name, size and time of change, without reading them."""
-    digest = blake2b(digest_size=16)
-    for file in files:
-        name = os.fsencode(file.relative_to(root) if file != root else file.name)
-        digest.update(name + file_state(file))
-    return digest.hexdigest()
-
-
-def file_state(file: Path) -> bytes:
-    """Size and time of change, or that there is no such file."""
-    try:
-        found = file.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in the path
-        return b"\0absent\0"
-    return f"\0{found.st_size}\0{found.st_mtime_ns}\0".encode()
-
-
-SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"} | {
-    name: "val" for name in ("val", "valid", "validation")
-}
-"""What sources call their splits, and what they are here."""
-
-
-def walk(folder: Path) -> Iterator[Path]:
-    """Every file at any depth in sorted order, hidden ones left out; links are followed once."""
-    visited = set()
-    for where, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(where)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield Path(where) / name

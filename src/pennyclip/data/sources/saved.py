@@ -17,7 +17,7 @@ def open_saved(path: Path, options: Options) -> Source | None:
         RequestError: a file is missing or something else, or a split has a name of its own.
     """
     if (path / "dataset_dict.json").is_file():
-        names = [str(name) for name in _read(path / "dataset_dict.json").get("splits", [])]
+        names = [str(name) for name in _read(path / "dataset_dict.json").get("splits") or []]
         odd = [name for name in names if name.lower() not in SPLITS]
         if odd or not names:
             raise RequestError(
@@ -30,17 +30,27 @@ def open_saved(path: Path, options: Options) -> Source | None:
         parts = [(path, SPLITS.get(str(_read(path / "state.json").get("_split")).lower()))]
     else:
         return None
-    files, splits = [], []
+    files: list[Path] = []
+    splits: list[str | None] = []
     for folder, split in parts:
         state = _read(folder / "state.json")
-        for entry in state.get("_data_files") or []:
-            files.append(folder / entry["filename"])
-            splits.append(split)
+        try:
+            named = [folder / one["filename"] for one in state["_data_files"]]
+        except (KeyError, TypeError):
+            raise RequestError(
+                f"{folder / 'state.json'}: expected '_data_files' with a 'filename' each, as "
+                "`datasets` writes it. Save the dataset again."
+            ) from None
+        files += named
+        splits += [split] * len(named)
     if not files:
         raise RequestError(f"{path}: its state.json names no data files. Save the dataset again.")
     absent = next((file for file in files if not file.is_file()), None)
     if absent is not None:
-        raise RequestError(f"{path}: its state.json names {absent}, which is not there.")
+        raise RequestError(
+            f"{path}: its state.json names {absent}, which is not there. Bring it back, or save "
+            "the dataset again."
+        )
     return list_columns("datasets", path, files, splits, options)
 
 
@@ -48,7 +58,9 @@ def _read(file: Path) -> Any:
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RequestError(f"{file} cannot be read as JSON: {error}") from None
+        raise RequestError(
+            f"{file} cannot be read as JSON: {error}. Save the dataset again."
+        ) from None
     if not isinstance(tree, dict):
         raise RequestError(f"{file}: expected one JSON object, as `datasets` writes it.")
     return tree

@@ -1,34 +1,16 @@
-"""Tables of image paths and captions: csv, tsv, jsonl and json, read as text and nothing else.
-
-Rows that name the same image are one pair with several captions. Relative paths start at the
-table's folder. A `split` column (train, val, test) and a `group` column are used where present.
-"""
+"""Tables of image paths and captions: csv, tsv, jsonl and json, read as text and nothing else."""
 
 import csv
 import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from pennyclip.data.sources.pairs import (
-    CAPTION_KEYS,
-    SPLITS,
-    Item,
-    Options,
-    Pair,
-    Reader,
-    Reject,
-    Source,
-    file_state,
-    json_captions,
-    load_json,
-    pair_or_reject,
-    shown,
-)
+from pennyclip.data.sources.pairs import CAPTION_KEYS, Options, Reader, Source, load_json
+from pennyclip.data.sources.rows import IMAGE_KEYS, Row, address_hint, fingerprint, list_rows
 from pennyclip.errors import RequestError
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
@@ -39,67 +21,19 @@ TABLE_NAMES = (
 )
 """Tables that speak for the folder they lie in; `metadata.*` is Hugging Face's imagefolder."""
 
-IMAGE_KEYS = (
-    *("image", "image_path", "img", "img_path", "filepath", "file_path"),
-    *("path", "file_name", "filename", "file", "image_file", "image_name"),
-)
-"""Names under which tables in use keep the image path, in order of preference."""
-
+LOOKED_AT = 100  # JSON objects by which the columns are found. chosen: some may lack a key
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 
 csv.field_size_limit(1 << 24)  # chosen: a caption of 16 MB is a runaway quote
 
 
-class Cell(Protocol):
-    """A picture inside a table."""
-
-    def read(self) -> bytes | str:
-        """Its bytes, or the path that stands in their place.
-
-        Raises:
-            ValueError: neither is there.
-        """
-        ...
-
-
-@dataclass
-class TableItem:
-    root: Path
-    key: str
-    origin: str
-    group: str | None
-    split: str | None
-    captions: list[str | None] = field(default_factory=list)
-    cell: Cell | None = None
-    """None: the key is the picture's path."""
-
-    def read(self) -> Pair | Reject:
-        image: bytes | str = self.key
-        if self.cell is not None:
-            try:
-                image = self.cell.read()
-            except ValueError as error:
-                return Reject(self.key, self.origin, str(error))
-        if isinstance(image, str):
-            if "://" in image[:12]:
-                return Reject(
-                    self.key, self.origin, "an address: prepare reads files and doesn't download"
-                )
-            image_at: bytes | Path = self.root / image  # an absolute path stays as it is
-        else:
-            image_at = image
-        return pair_or_reject(
-            self.key, self.origin, image_at, self.captions, self.group, self.split
-        )
-
-
 @dataclass(frozen=True)
-class Rows:
+class Table:
     columns: list[str]
     found: str
     """How the columns were found, for messages."""
-    rows: Iterable[tuple[int, dict[str, Any] | str]]
-    """Line number, and the row by column or the reason why it is none."""
+    rows: Iterable[tuple[int, Row]]
+    """Each with its line, or its number in a JSON array."""
 
 
 def open_table(path: Path, options: Options) -> Source | None:
@@ -141,93 +75,19 @@ def _open(path: Path, options: Options) -> Source:
         table = _json_rows(text, path)
     else:
         table = _csv_rows(text, path, options.image_key, options.caption_key)
-    image = column(table, path, "image", options.image_key, IMAGE_KEYS)
-    caption = column(table, path, "caption", options.caption_key, CAPTION_KEYS)
+    image = _column(table, path, "image", options.image_key, IMAGE_KEYS)
+    caption = _column(table, path, "caption", options.caption_key, CAPTION_KEYS)
     for name in (image, caption):
         if table.columns.count(name) > 1:
             raise RequestError(
                 f"{path}: the header has '{name}' {table.columns.count(name)} times. Rename all "
                 "but the one that is meant."
             )
-    items = list_rows(table, path, path.parent, image, caption)
+    items = list_rows(table.rows, path, path.parent, image, caption)
     return Source("table", path, items, fingerprint([data], items))
 
 
-def list_rows(
-    table: Rows,
-    path: Path,
-    root: Path,
-    image_column: str,
-    caption_column: str,
-    split: str | None = None,
-) -> list[Item]:
-    """The pairs of a table's rows; rows that name the same picture are one.
-
-    Args:
-        table: the rows; a picture is a path, or a tuple of its key and its `Cell`.
-        path: the table, for messages.
-        root: where relative paths start.
-        image_column: as found by `column`.
-        caption_column: likewise.
-        split: of rows that have none of their own.
-    """
-    items: list[Item] = []
-    known: dict[tuple[str, str | None, str | None], TableItem] = {}
-    for line, row in table.rows:
-        origin = f"{shown(path.name)}:{line}"
-        if isinstance(row, str):
-            items.append(Reject("", origin, row))
-            continue
-        key, cell = row.get(image_column), None
-        if isinstance(key, tuple):
-            key, cell = key
-        if not isinstance(key, str) or not key.strip():
-            items.append(Reject("", origin, f"bad row: no image path under '{image_column}'"))
-            continue
-        try:
-            captions = json_captions(row, caption_column)
-        except ValueError as error:
-            items.append(Reject(key, origin, f"bad row: {error}"))
-            continue
-        if not any(caption is not None and caption.strip() for caption in captions):
-            items.append(Reject(key, origin, "no caption: it has none, or only white space"))
-            continue
-        own_split = _split(row.get("split"), path, line) or split
-        group = str(row["group"]) if row.get("group") not in (None, "") else None
-        item = known.get((key, own_split, group)) if cell is None else None
-        if item is None:
-            item = TableItem(root, key, origin, group, own_split, [], cell)
-            items.append(item)
-            if cell is None:
-                known[key, own_split, group] = item
-        item.captions += captions
-    return items
-
-
-def fingerprint(tables: Iterable[bytes], items: Iterable[Item]) -> str:
-    """Changes when the tables change, or the size or time of a picture that they name."""
-    digest = blake2b(digest_size=16)
-    for data in tables:
-        digest.update(data)
-    for item in items:
-        if isinstance(item, TableItem) and item.cell is None and "://" not in item.key[:12]:
-            digest.update(file_state(item.root / item.key))
-    return digest.hexdigest()
-
-
-def _split(value: object, path: Path, line: int) -> str | None:
-    if value is None or not str(value).strip():
-        return None
-    split = SPLITS.get(str(value).strip().lower())
-    if split is None:
-        raise RequestError(
-            f"{path}, line {line}: split '{value}', expected one of {', '.join(SPLITS)}, or empty."
-            " Rename it there, or rename the column if it means something else."
-        )
-    return split
-
-
-def column(table: Rows, path: Path, what: str, wanted: str | None, usual: tuple[str, ...]) -> str:
+def _column(table: Table, path: Path, what: str, wanted: str | None, usual: tuple[str, ...]) -> str:
     """The column that is wanted, or else the first with a usual name.
 
     Raises:
@@ -241,26 +101,22 @@ def column(table: Rows, path: Path, what: str, wanted: str | None, usual: tuple[
             if name in by_lower:
                 return by_lower[name]
     looked = f"'{wanted}'" if wanted is not None else f"any of {', '.join(usual)}"
-    hint = ""
-    if what == "image" and any("url" in name.lower() for name in table.columns):
-        hint = " Addresses are not downloaded: fetch them first (img2dataset writes tars)."
+    hint = address_hint(table.columns) if what == "image" else ""
     raise RequestError(
         f"{path}: no column for the {what}. Looked for {looked}; {table.found}: "
         f"{', '.join(map(repr, table.columns))}. Name the right one with --{what}-key.{hint}"
     )
 
 
-def _json_rows(text: str, path: Path) -> Rows:
+def _json_rows(text: str, path: Path) -> Table:
     rows = list(_parse_json(text))
-    first = next((row for _, row in rows if isinstance(row, dict)), None)
-    if first is None:
+    if not any(isinstance(row, dict) for _, row in rows):
         why = f" Line {rows[0][0]}: {rows[0][1]}." if rows else ""
         raise RequestError(f"{path}: expected one JSON object a line, found none.{why}")
-    columns = {key: None for _, row in rows[:100] if isinstance(row, dict) for key in row}
-    return Rows(list(columns), "the first 100 lines have the keys", rows)
+    return Table(_keys(rows), f"the first {LOOKED_AT} lines have the keys", rows)
 
 
-def _json_list(text: str, path: Path) -> Rows:
+def _json_list(text: str, path: Path) -> Table:
     """One JSON array of objects; they are counted from 1."""
     try:
         tree = load_json(text)
@@ -273,15 +129,18 @@ def _json_list(text: str, path: Path) -> Rows:
             f"{path}: expected an array of objects, one a picture, or COCO's captions (an object "
             f"with 'images' and 'annotations'); found {kind if isinstance(tree, dict) else 'none'}."
         )
-    rows = [
+    rows: list[tuple[int, Row]] = [
         (number, row if isinstance(row, dict) else "bad row: not a JSON object")
         for number, row in enumerate(tree, start=1)
     ]
-    columns = {key: None for row in tree[:100] if isinstance(row, dict) for key in row}
-    return Rows(list(columns), "the first 100 objects have the keys", rows)
+    return Table(_keys(rows), f"the first {LOOKED_AT} objects have the keys", rows)
 
 
-def _parse_json(text: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _keys(rows: list[tuple[int, Row]]) -> list[str]:
+    return list({key: None for _, row in rows[:LOOKED_AT] if isinstance(row, dict) for key in row})
+
+
+def _parse_json(text: str) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -295,7 +154,7 @@ def _parse_json(text: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
         yield number, row if isinstance(row, dict) else "bad row: not a JSON object"
 
 
-def _csv_rows(text: str, path: Path, image_key: str | None, caption_key: str | None) -> Rows:
+def _csv_rows(text: str, path: Path, image_key: str | None, caption_key: str | None) -> Table:
     delimiter = _delimiter(text, path, image_key, caption_key)
     try:
         rows = list(_parse_csv(text, delimiter, csv.QUOTE_MINIMAL))
@@ -311,7 +170,7 @@ def _csv_rows(text: str, path: Path, image_key: str | None, caption_key: str | N
     header = rows[0][1]
     wide = len(header)
 
-    def records() -> Iterator[tuple[int, dict[str, Any] | str]]:
+    def records() -> Iterator[tuple[int, Row]]:
         for line, row in rows[1:]:
             if len(row) < wide or any(row[wide:]):
                 yield line, f"bad row: {len(row)} fields, and the header has {wide}"
@@ -319,7 +178,7 @@ def _csv_rows(text: str, path: Path, image_key: str | None, caption_key: str | N
                 yield line, dict(zip(header, row, strict=False))
 
     name = DELIMITERS[delimiter]
-    return Rows(header, f"the header, cut at {delimiter!r} ({name}), has", records())
+    return Table(header, f"the header, cut at {delimiter!r} ({name}), has", records())
 
 
 def _parse_csv(text: str, delimiter: str, quoting: Any) -> Iterator[tuple[int, list[str]]]:

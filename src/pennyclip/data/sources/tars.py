@@ -13,11 +13,16 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pennyclip.data.sources.folders import open_folder
-from pennyclip.data.sources.pairs import (
+from pennyclip.data.sources.files import (
     IMAGE_SUFFIXES,
     MAX_IMAGE,
     MAX_TEXT,
+    check_size,
+    listing_fingerprint,
+    shown,
+)
+from pennyclip.data.sources.folders import open_folder
+from pennyclip.data.sources.pairs import (
     Item,
     Options,
     Pair,
@@ -25,12 +30,9 @@ from pennyclip.data.sources.pairs import (
     Reject,
     Source,
     caption_lines,
-    check_size,
     json_captions,
-    listing_fingerprint,
     load_json,
     pair_or_reject,
-    shown,
 )
 from pennyclip.errors import RequestError
 
@@ -85,9 +87,8 @@ def open_tars(path: Path, options: Options) -> Source | None:
     Raises:
         RequestError: the folder also holds pictures with text files.
     """
-    tars = [path] if path.suffix == ".tar" else []
-    if path.is_dir():
-        tars = sorted(path.glob("*.tar"))
+    among = path.iterdir() if path.is_dir() else [path]
+    tars = sorted(file for file in among if file.suffix.lower() == ".tar")
     if not tars:
         return None
     if open_folder(path, options) is not None:
