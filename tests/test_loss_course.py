@@ -115,3 +115,19 @@ def test_it_goes_on_from_what_was_saved() -> None:
     for number, loss in enumerate(losses[103:], 104):
         again.see(number, loss, GUESSING)
     assert again == whole
+
+
+def test_a_start_at_too_high_a_rate_is_rough() -> None:
+    """The first losses of `frozen-lite0-minilm` on `examples/clipart`, at its rate and at 100."""
+    for losses, expected in (
+        ([5.63, 5.62, 5.49, 5.28, 4.85, 4.55], []),
+        ([5.63, 5.20, 8.90, 6.72, 5.66, 5.45], [3]),
+    ):
+        course, rough = LossCourse(), []
+        for number, loss in enumerate(losses, 1):
+            course.see(number, loss, GUESSING)
+            rough += [number] * course.rough
+        assert rough == expected
+    course, _ = seen(falling(100))  # what is normal is known: a later rise is a spike or none
+    course.see(101, 2 * GUESSING, GUESSING)
+    assert not course.rough

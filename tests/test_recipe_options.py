@@ -51,6 +51,11 @@ def test_lists_of_tables_are_given_as_in_a_recipe() -> None:
         (["--optim.patterns", "text.*"], "a list of tables as TOML, such as '[{match = ...}]'"),
         (["--optim.patterns"], "with the keys match, lr, weight_decay, betas; found ''"),
         (["--optim.patterns", '[{matc = "x"}]'], "unknown key 'matc'. Did you mean 'match'?"),
+        (["--precision", "bfloat16"], "found 'bfloat16'. Did you mean 'bf16'?"),
+        (
+            ["--optim.schedule=cosin"],
+            "one of cosine, linear, constant, wsd; found 'cosin'. Did",
+        ),
         (["--precision_of", "3"], "--precision_of: precision_of: expected"),
     ],
 )

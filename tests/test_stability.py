@@ -220,7 +220,6 @@ def test_a_rate_100_times_too_high_is_lowered(small_dataset: Path, tmp_path: Pat
         ),
         stages=(Stage(samples=BATCH * 90),),
         optim=replace(recipe.optim, lr=100 * recipe.optim.lr),
-        evaluate=replace(config.evaluate, split="train"),
     )
     train(config, tmp_path / "run", quiet=True)
     found = names(tmp_path / "run")
@@ -232,9 +231,45 @@ def test_a_rate_100_times_too_high_is_lowered(small_dataset: Path, tmp_path: Pat
     assert back["to"] == 0
     peak = max(r["lr"]["image"] for r in trained(tmp_path / "run")[:10])
     assert trained(tmp_path / "run")[-1]["lr"]["image"] < 0.1 * peak
-    (end,) = [e for e in events(tmp_path / "run") if e["name"] == "no better than guessing"]
-    assert end["step"] == 90
-    assert end["recall"] < 2 * end["chance"] < 0.2
+
+
+@pytest.mark.parametrize(("steps", "goes_back"), [(60, True), (59, False)])
+def test_a_rate_that_is_too_high_shows_in_the_first_losses(
+    steps: int,
+    goes_back: bool,
+    small_dataset: Path,
+    tmp_path: Path,
+    before_each: Callable[[Do], None],
+) -> None:
+    """One of them goes 100 times too far; a short run has no time to begin anew."""
+
+    def too_far(number: int, _: Any, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 100 if number == 3 else 1
+
+    before_each(too_far)
+    train(unclipped(small_dataset, steps), tmp_path / "run", quiet=True)
+    losses = [float(r["loss"]) for r in trained(tmp_path / "run")]
+    assert losses[3] > 2 * math.log(BATCH) > 1.5 * max(losses[:3])
+    said = f"batch 4 is {losses[3]:.2f}, and guessing costs {math.log(BATCH):.2f}: the rate is too"
+    assert any(said in e["message"] for e in events(tmp_path / "run")) == goes_back
+    if goes_back:
+        assert names(tmp_path / "run")[:2] == ["rolled back", "rate reduced"]
+        back = named(tmp_path / "run", "rolled back")
+        assert (back["since"], back["to"], back["undone"]) == (4, 0, 4)
+
+
+def test_a_run_that_ends_where_it_began_says_so(small_dataset: Path, tmp_path: Path) -> None:
+    config = request(small_dataset, 20)
+    config = replace(
+        config,
+        optim=replace(config.optim, lr=1e-9),
+        evaluate=replace(config.evaluate, split="train"),
+    )
+    train(config, tmp_path / "run", quiet=True)
+    (event,) = events(tmp_path / "run")
+    assert (event["step"], event["name"]) == (20, "no better than guessing")
+    assert 0 < event["recall"] < 2 * event["chance"] < 0.2
 
 
 @pytest.mark.parametrize(("steps", "limit"), [(1000, 100), (300, 100), (120, 40), (60, 30)])

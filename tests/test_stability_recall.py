@@ -72,7 +72,9 @@ def test_runs_recover_with_95_percent_of_the_recall(dataset: Path, tmp_path: Pat
     events, healthy = trained(config, tmp_path / "healthy")
     assert events == []
     assert healthy > 0.44
+    too_high = replace(config, optim=replace(config.optim, lr=100 * config.optim.lr))
     for name, request, do, expected in (
+        ("rate", too_high, None, ["rolled back", "rate reduced"]),
         ("nan", config, nan_in_a_layer, ["update skipped"]),
         ("bit", config, flipped_bit, ["loss spike", "rolled back"]),
         ("wild", unclipped, wild_update, ["loss spike", "rolled back"]),

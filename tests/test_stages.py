@@ -36,6 +36,18 @@ def test_a_stage_lowers_its_own_rates() -> None:
     assert parted.lr_factor(10) == whole.lr_factor(10)
 
 
+def test_a_cooldown_begun_by_hand_changes_nothing_before_it() -> None:
+    optim = Optim(schedule="wsd", warmup_share=0.1, cooldown_share=0.2)
+    config = replace(CONFIG, stages=(Stage(epochs=10.0),), optim=optim)
+    begun = make_plan(config, rows=100)
+    cooled = make_plan(replace(config, optim=replace(optim, cooldown_from=20)), rows=100)
+    assert (begun.steps, cooled.steps) == (100, 25)
+    assert [cooled.lr_factor(s) for s in range(20)] == [begun.lr_factor(s) for s in range(20)]
+    assert cooled.lr_factor(8) == 0.9
+    with pytest.raises(RequestError, match="never reach its peak"):
+        make_plan(replace(config, optim=replace(optim, cooldown_from=9)), rows=100)
+
+
 @pytest.mark.parametrize(
     ("change", "rows", "message"),
     [

@@ -142,15 +142,15 @@ def _result(result: Any) -> Answer:
             f"{name:<{width}}  {value:{'.0f' if name in COUNTS else '.4f'}}"
             + (f"  chance {guess:.4f}" if guess is not None else "")
         )
-    tree = {"metrics": result.metrics, "chance": result.chance, "tables": result.tables}
-    return Answer("\n".join(lines), tree)
+    return Answer("\n".join([*lines, *result.notes]), vars(result))
 
 
 @dataclass(frozen=True)
 class Report:
     """A self-contained page about a run, several side by side, or a dataset."""
 
-    runs: Positional[tuple[Path, ...]]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN [RUN ...] | DATASET")]
+    """Folders of runs, or that of a dataset."""
     out: Path | None = None
     """The page; unset: report.html in the folder, comparison.html for several runs."""
     json: Json = False

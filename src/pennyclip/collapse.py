@@ -40,6 +40,17 @@ def longest(steps: int) -> int:
     return min(FLAT_FOR, max(LONG, int(FLAT_SHARE * steps)))
 
 
+def described(record: Mapping[str, Any]) -> str:
+    """Of a batch whose logits hardly differ: what makes them so."""
+    if record["logit_scale"] < 0:  # no model learns at a temperature above 1
+        temperature = math.exp(min(-record["logit_scale"], 50.0))
+        return f"the temperature is {temperature:.3g}, so nothing can be told apart"
+    return (
+        f"the mean cosine of different images is {record['image_cosine']:.3f}, of different texts "
+        f"{record['text_cosine']:.3f}, so nothing can be told apart"
+    )
+
+
 def logit_spread(record: Mapping[str, Any]) -> float:
     """Nats by which logits differ in a batch, at most: near 0, all embeddings have become one.
 

@@ -74,7 +74,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if value in args and type(value) in {type(arg) for arg in args}:
             return value
         raise RequestError(
-            f"{where}: expected one of {', '.join(map(repr, args))}, found {value!r}"
+            f"{where}: expected one of {', '.join(map(repr, args))}, found {value!r}."
+            f"{did_you_mean(str(value), map(str, args))}"
         )
     if origin is tuple and isinstance(value, list | tuple):
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)

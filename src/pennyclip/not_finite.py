@@ -11,6 +11,8 @@ from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating
 from pennyclip.parallel import Ranks
 
+NORM = "the norm of the gradient"
+
 
 def find(
     model: CLIP,
@@ -31,6 +33,8 @@ def find(
     Returns:
         `tensor`, and `rows`: those whose embeddings are not finite, or all where none is. Of
         several ranks all give the same: what comes first on any of them, and the rows of all.
+        Where only the gradient's norm overflows, `largest`: the largest number in the gradient, and
+        the `parameter` in whose gradient it is.
     """
     bad = torch.zeros(len(batch.rows), dtype=torch.bool, device=batch.rows.device)
     for embedding in list(seen.values())[:2]:
@@ -47,14 +51,21 @@ def find(
         with evaluating(model):  # no statistics move; without dropout, hardly another result
             output = first_output(model, lambda: forward(slice(place, place + 1)))
     later = [_first({name: tensor}) for name, tensor in seen.items()]
-    names = [weight, output, *later, _first(gradients), "the norm of the gradient"]
+    names = [weight, output, *later, _first(gradients), NORM]
     first = next(place for place, name in enumerate(names) if name)
     found = [(first, names[first], batch.rows[bad].tolist(), batch.rows.tolist())]
     if ranks:
         found = ranks.everywhere(found[0])
     tensor = min(found, key=lambda one: one[0])[1]
     rows = [row for one in found for row in one[2]] or [row for one in found for row in one[3]]
-    return {"tensor": tensor, "rows": rows}
+    return {"tensor": tensor, "rows": rows} | (_largest(model) if tensor == NORM else {})
+
+
+def _largest(model: nn.Module) -> dict[str, Any]:
+    learnt = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    largest = {name: float(gradient.abs().max()) for name, gradient in learnt.items()}
+    name = max(largest, key=largest.__getitem__)
+    return {"largest": largest[name], "parameter": name}
 
 
 def _first(tensors: Mapping[str, Tensor]) -> str | None:

@@ -1,13 +1,14 @@
 """A recipe's keys as options of the command line: what tyro leaves to us. Imports no torch.
 
-An option that a recipe has not is refused with the nearest key, or with all of its section. A list
-of tables is one value, written as in a recipe: --optim.patterns '[{match = "text.*", lr = 1e-5}]'.
+An option that a recipe has not is refused with the nearest key, or with all of its section, and a
+word that is none of a key's values with the nearest of these. A list of tables is one value, as in
+a recipe: --optim.patterns '[{match = "text.*", lr = 1e-5}]'.
 """
 
 import dataclasses
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pennyclip.config import Config
 from pennyclip.config_file import from_tree, recipe_names, to_tree
@@ -82,10 +83,11 @@ def check_options(config: Config, own: Collection[str], arguments: Sequence[str]
     Raises:
         RequestError: it names the nearest key, or all of that section.
     """
-    for item in arguments:
-        name = item.partition("=")[0]
+    for item, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        name, equals, value = item.partition("=")
         if name.startswith("--") and not name.startswith("--tyro-"):
             _check(config, own, name)
+            _check_choice(name, value if equals else following)
 
 
 def _check(config: Config, own: Collection[str], name: str) -> None:
@@ -102,6 +104,17 @@ def _check(config: Config, own: Collection[str], name: str) -> None:
             known = {str(number): item for number, item in enumerate(value)}
         else:
             known = dict(vars(value)) if dataclasses.is_dataclass(value) else {}
+
+
+def _check_choice(name: str, value: str) -> None:
+    """Refuse a value that is none of a key's, where these are words."""
+    hint = _hint(_path(name))
+    known = get_args(hint) if get_origin(hint) is Literal else ()
+    if known and value not in known and not value.startswith("--"):
+        raise RequestError(
+            f"{name}: expected one of {', '.join(known)}; found {value!r}."
+            f"{did_you_mean(value, known)}"
+        )
 
 
 def _same_key(config: Config, name: str) -> str:
@@ -129,11 +142,17 @@ def _path(name: str) -> list[str]:
     return name.removeprefix("--").replace("-", "_").split(".")
 
 
-def _table_kind(path: list[str]) -> type | None:
-    """What a key's tables are, where it is a list of tables."""
+def _hint(path: list[str]) -> Any:
+    """What a key's value is; None where a table could be one of several."""
     kind: Any = Config
     for key in path:
         kind = get_type_hints(kind).get(key) if dataclasses.is_dataclass(kind) else None
+    return kind
+
+
+def _table_kind(path: list[str]) -> type | None:
+    """What a key's tables are, where it is a list of tables."""
+    kind = _hint(path)
     tables = get_origin(kind) is tuple and dataclasses.is_dataclass(get_args(kind)[0])
     return get_args(kind)[0] if tables else None
 

@@ -32,14 +32,21 @@ class RunFolder:
 
 
 def read_run(path: Path) -> Config:
-    """The request of a run folder.
+    """The request of a run folder, to go on with it.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is none, or its dataset is not where it was.
     """
     if not (path / "config.toml").is_file():
         raise RequestError(f"{path.absolute()} is not a run folder: it has no config.toml")
-    return read_toml(path / "config.toml")
+    config = read_toml(path / "config.toml")
+    if config.data and not (Path(config.data) / "dataset.json").is_file():
+        raise RequestError(
+            f"the dataset of {path}, {config.data}, is not there, or not finished: it has no "
+            f"dataset.json. If it was moved, set `data` in {path / 'config.toml'} to its new "
+            "absolute path; if not, bring it back."
+        )
+    return config
 
 
 def find_run(config: Config, out: Path) -> RunFolder:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pennyclip.collapse import Collapse, longest
+from pennyclip.collapse import Collapse, described, longest
 from pennyclip.config import Config
 from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError, RunError
@@ -48,6 +48,10 @@ what is back within so many."""
 LOWEST = 0.01
 """Share of its schedule below which the rate is not lowered. Chosen: a run that needs so little has
 another fault."""
+SHORTEST = 60
+"""Batches of a run that still goes back because of its first losses. Chosen: a shorter one has no
+time to begin anew."""
+HIGH = "the rate is too high for this model and batch, or its warm-up too short"
 QUIET = 500
 """Batches before a warning is repeated. Chosen."""
 
@@ -91,7 +95,7 @@ class Watch:
             if wrong:
                 raise RequestError(f"stability.{rule}; found {settings}")
         self._config, self._log = config, log
-        self._flat_for = longest(steps)
+        self._flat_for, self._short = longest(steps), steps < SHORTEST
         self._initial_scale = LOSSES[config.loss].initial_scale
         self._update_rms: Tensor | None = None  # on the device, not waited for
         self.health = Health.load(health) if health else Health()
@@ -120,7 +124,7 @@ class Watch:
     @property
     def suspicious(self) -> bool:
         """Whether something is wrong for the moment, never for long: no time for a checkpoint."""
-        return self.health.course.fresh
+        return self.health.course.fresh or self.alike
 
     def judge(
         self,
@@ -229,7 +233,7 @@ class Watch:
                 f"; the loss scale is down to {found['loss_scale_after']:,.0f}. bf16 or fp32 have "
                 "more range than this precision"
             )
-        return self._back(since, cause, slow=h.rollbacks > 0)
+        return self._back(since, cause, slow=h.rollbacks > 0 or self.alike)
 
     def _outgrown(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The update RMS of the first matrix that learns: the patch embedding, if it does."""
@@ -263,17 +267,12 @@ class Watch:
         since = self.health.collapse.since
         if since is None:
             return None
-        cosines = (
-            f"the mean cosine of different images is {record['image_cosine']:.3f}, of different "
-            f"texts {record['text_cosine']:.3f}, so nothing can be told apart"
-        )
-        why = "The rate is too high for this model and batch, or its warm-up too short"
+        seen = described(record)
         if step - since + 1 >= self._flat_for:
-            return self._back(since, f"the embeddings have collapsed: {cosines}. {why}", slow=True)
+            return self._back(since, f"the embeddings have collapsed: {seen}: {HIGH}", slow=True)
         later = f"if not by batch {since + self._flat_for - 1}, the run goes back"
-        self._warn(
-            step, Symptom("embeddings alike", f"{cosines}. {why}. They may part again; {later}")
-        )
+        message = f"{seen}: {HIGH}. They may part again; {later}"
+        self._warn(step, Symptom("embeddings alike", message))
         return None
 
     def _loss(
@@ -307,6 +306,13 @@ class Watch:
                 grad_norm=record["grad_norm"],
                 **largest_tensors(model, optimizer),
             )
+        if course.rough and candidates > 1 and not self._short:
+            return self._back(
+                step,
+                f"the loss of batch {step} is {record['loss']:.2f}, and guessing costs "
+                f"{math.log(candidates):.2f}: {HIGH}",
+                slow=True,
+            )
         if not course.lasting:
             return None
         assert course.since is not None
@@ -314,7 +320,7 @@ class Watch:
             course.since,
             f"the loss rose in batch {course.since} and stays up: {median(course.last):.3f} in the "
             f"last {SHORT} batches, {course.normal:.3f} on average before",
-            slow=self.health.rollbacks > 0,
+            slow=self.health.rollbacks > 0 or self.alike,
         )
 
     # What is done.

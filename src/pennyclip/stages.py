@@ -130,11 +130,12 @@ def make_plan(config: Config, rows: int) -> Plan:
         total += steps
         ends.append(total)
     optim = config.optim
-    cooldown_from, total = _cooldown(optim, total)
-    ends = [min(end, total) for end in ends[:-1]] + [total]
+    # Of the run as it was begun: a cooldown begun by hand changes nothing before it.
     warmup = (
         optim.warmup_steps if optim.warmup_steps is not None else int(optim.warmup_share * total)
     )
+    cooldown_from, total = _cooldown(optim, total)
+    ends = [min(end, total) for end in ends[:-1]] + [total]
     warmups = [warmup] + [w for p in PARTS if (w := getattr(optim, p).warmup_steps) is not None]
     if max(warmups) >= cooldown_from:
         raise RequestError(

@@ -118,4 +118,9 @@ def from_checkpoint(config: Config) -> tuple[CLIP, list[str]]:
             "keys to what the checkpoint has."
         )
     model.set_head_dropout(config.model.head_dropout)
-    return model, [f"starts from step {found.step} of {found.path.absolute().parents[1]}"]
+    notes = [f"starts from step {found.step} of {found.path.absolute().parents[1]}"]
+    if found.score is None:
+        notes.append(
+            "warning: this checkpoint was never evaluated, so nothing says that it is a good start"
+        )
+    return model, notes

@@ -35,9 +35,10 @@ def drifting_temperature(record: Mapping[str, Any], initial_scale: float) -> Sym
     if candidates <= 1 or scale >= initial_scale / DRIFT:
         return None
     floor = math.log1p((candidates - 1) * math.exp(-scale))
+    temperature = math.exp(min(-record["logit_scale"], 50.0))  # it may have left every range
     return Symptom(
         "temperature",
-        f"the temperature drifts toward 1, and is {1 / scale:.2f}: with {candidates:.0f} "
+        f"the temperature drifts toward 1, and is {temperature:.2f}: with {candidates:.0f} "
         f"candidates the loss can hardly fall below {floor:.2f}, and guessing costs "
         f"{math.log(candidates):.2f}",
         {"scale": scale},

@@ -1,5 +1,6 @@
 """The training run: one loop over updates, read from top to bottom."""
 
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -90,8 +91,9 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
         )
     if run.last is not None and run.last.meta["dataset"] != rows.dataset.fingerprint:
         raise RequestError(
-            f"{config.data} is another dataset than the one that {out} began with: it was prepared "
-            "anew. Start a new run with another --out, or bring the old dataset back."
+            f"{config.data} is another dataset than the one that {out} began with: since then it "
+            "was prepared anew, or appended to. Start a new run with another --out, or bring the "
+            "old dataset back."
         )
     ready = make_ready(config, rows, plan, run.last)
     with claimed(run, config):
@@ -106,6 +108,7 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
             finished = step == plan.steps
             metrics.log("end", step, reason="finished" if finished else f"signal {asked.name}")
         except (RequestError, RunError) as error:
+            error.args = (_for_run(str(error), out),)
             metrics.log("event", metrics.step, name="stopped", message=str(error))
             metrics.log("end", metrics.step, reason="error")
             raise
@@ -114,6 +117,11 @@ def train(config: Config, out: Path, *, proceed: bool = False, quiet: bool = Fal
             console.close()
     code = 0 if finished else asked.exit_code
     return Outcome(out, step, finished, best(found), code, chance=_chance(rows))
+
+
+def _for_run(message: str, run: Path) -> str:
+    """The message with a command that can be pasted."""
+    return message.replace("pennyclip doctor RUN", f"pennyclip doctor {shlex.quote(str(run))}")
 
 
 def _chance(rows: Rows) -> float | None:
@@ -168,8 +176,11 @@ def _train(
             record = state.compilation.run(state.step, attempt)
             state.step += 1
             state.micro_batch = record["micro_batch"]
-            state.skipped += record["skipped"] is not None
-            if state.ema and not record["skipped"]:
+            skipped = record["skipped"] is not None
+            state.skipped += skipped
+            if skipped:  # for the event: the watch may end the run before its record
+                record["skipped"]["loss"] = record["loss"]
+            if state.ema and not skipped:
                 state.ema.update(model)
             if shortage := record.pop("shortage"):
                 event(state.step, "out of memory", shortage)
@@ -178,13 +189,14 @@ def _train(
             stop = asked.signal is not None  # a later signal is for the next update
             last = stop or state.step == plan.steps
             ending = last or state.step in plan.ends
-            if state.step % config.log_every == 0 or ending or back:
+            due = state.step % config.log_every == 0 or ending or back
+            if due or skipped:
                 record |= setup.layers.metrics(record, config.optim.clip_norm)
                 record |= {"skipped": state.skipped} | step_metrics(setup.optimizer)
                 record = meter.read(record, state.step, plan.rows)
                 fingerprint = crc32(batch.rows.numpy().tobytes())
                 metrics.log("train", state.step, **record, rows_fingerprint=fingerprint)
-                console.update(state.step, record)
+            console.update(state.step, record if due else None)
             if back:
                 break
             with meter.excluded():

@@ -19,6 +19,9 @@ from pennyclip.cli import main
 from pennyclip.config import Config, LossScaling, ModulePrecision
 from pennyclip.config_file import to_toml
 from pennyclip.errors import RequestError, RunError
+from pennyclip.evaluate.retrieval import mean_chance
+from pennyclip.telemetry.metrics import Metrics
+from pennyclip.train import Outcome
 from small_runs import small_run
 
 U = 2.0**-8  # the largest relative error of rounding to bfloat16
@@ -164,6 +167,8 @@ def test_the_table_and_its_page(
         assert rows / max(speeds) <= row["epoch_seconds"] <= rows / min(speeds)
         assert row["score"] == evaluations[-1]["metrics"]["mean_recall"]
         assert len(row["course"]) == len(evaluations) > 1
+        counts = [evaluations[-1]["metrics"][name] for name in ("images", "captions")]
+        assert row["chance"] == mean_chance(*counts)
         assert row["largest"] == 16
         assert row["peak_bytes"] == 70 * MIB
     assert [row["ended_by"] for row in (exact, rounded)] == ["memory", "time"]
@@ -173,6 +178,43 @@ def test_the_table_and_its_page(
     assert "pure-bf16-stochastic" in page
     assert "<svg" in page
     assert "extrapolated" in page
+    assert f'<td class="number">{exact["chance"]:.1%}</td>' in page
+    assert "Pairs to 90%: seen until the recall was 90% of the best that fp32 had" in page
+
+
+def test_what_cannot_be_told_from_guessing_is_near_to_nothing(
+    small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 68 images guessing has 7.8%, and two standard errors above it is 14.3%."""
+
+    def run(recalls: list[float], first: Row | None = None) -> Row:
+        def trained(_: Config, out: Path, *, quiet: bool) -> Outcome:
+            metrics = Metrics(out / "metrics.jsonl")
+            for step, recall in enumerate(recalls, start=1):
+                found = {"mean_recall": recall, "images": 68, "captions": 68}
+                metrics.log("eval", step, split="dev", metrics=found)
+            fields = {"samples": 16.0, "epoch": 1.0, "samples_per_second": 2.0, "skipped": 0}
+            metrics.log("train", 1, **fields)
+            metrics.close()
+            return Outcome(out, len(recalls), True, None)
+
+        monkeypatch.setattr(precision, "train", trained)
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        out.mkdir()
+        return precision._run(Row("fp32"), recipe(small_dataset), out, first)[0]
+
+    guessing, learning = run([0.10, 0.13, 0.12]), run([0.10, 0.14, 0.15])
+    assert guessing.chance == pytest.approx(16 / 3 / 68)
+    assert (guessing.samples_to_near, guessing.score) == (None, 0.12)
+    assert learning.samples_to_near == 2 * 16
+    assert run([0.15], guessing).samples_to_near is None
+    assert run([0.15], learning).samples_to_near == 16
+    table = precision.Precisions("a device", "a stage", 16, 1.0, 3, (guessing, learning))
+    recall = table.HEADER.index("mean recall")
+    assert [cells[recall : recall + 3] for cells in table.cells()] == [
+        ["12.0%", "7.8%", "–"],
+        ["15.0%", "7.8%", "32"],
+    ]
 
 
 def test_peak_memory_is_that_of_the_recipes_own_batch() -> None:

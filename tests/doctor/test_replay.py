@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from faulty_runs import events, named, request, trained
+from faulty_runs import do_before_each, events, named, nan_in_a_layer, request, trained
 from pennyclip.checkpoint import checkpoints
 from pennyclip.cli import main
-from pennyclip.config import Augment, Checkpointing, Stage
+from pennyclip.config import Augment, Checkpointing, Stability, Stage
 from pennyclip.config_file import load_recipe
 from pennyclip.data.order import Order
 from pennyclip.doctor.replay import _course
+from pennyclip.errors import RunError
+from pennyclip.model.clip import CLIP
 from pennyclip.prepare import prepare
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import train
@@ -227,3 +229,75 @@ def test_a_step_to_which_the_run_has_not_come_is_refused(
     (run / "metrics.jsonl").write_text(left[0])
     assert main(["doctor", str(run), "--replay", "1"]) == 2
     assert "--replay 1: no step was made" in capsys.readouterr().err
+
+
+def test_a_norm_that_overflows_is_not_the_rows_fault(
+    small_dataset: Path,
+    tmp_path: Path,
+    replay: Replay,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its batch is recorded with its loss, though only every tenth is otherwise."""
+
+    def steep(number: int, model: CLIP, _: Any) -> None:
+        layer = model.visual.head.proj
+        layer._forward_hooks.clear()
+        if number == 5:
+            layer.register_forward_hook(
+                lambda *seen: seen[2].register_hook(lambda gradient: gradient * 1e25) and None
+            )
+
+    run = tmp_path / "run"
+    do_before_each(monkeypatch, steep)
+    train(request(small_dataset, 6, log_every=10), run, quiet=True)
+    skipped, last = trained(run)
+    assert [(r["step"], r["skipped"]) for r in (skipped, last)] == [(5, 1), (6, 1)]
+    event = named(run, "update skipped")
+    assert (event["tensor"], event["parameter"]) == (
+        "the norm of the gradient",
+        "visual.head.proj.weight",
+    )
+    assert 1e19 < event["largest"] < 1e30
+    do_before_each(monkeypatch, steep)
+    found = replay(run, 5)
+    assert found["loss"] == found["recorded_loss"] == skipped["loss"]
+    assert found["not_finite"]["largest"] == event["largest"]
+    assert found["even_share"] == 1 / 16
+    do_before_each(monkeypatch, steep)
+    assert main(["doctor", str(run), "--replay", "5"]) == 0
+    first, _, cause, *_, end = capsys.readouterr().out.splitlines()
+    assert first.endswith(", as in the run")
+    assert cause == (
+        "not finite: the norm of the gradient. Every layer's gradient is finite, up to "
+        f"{event['largest']:.2g} in visual.head.proj.weight, and only their norm overflows: the "
+        "rate is too high or weights have grown. A row is to blame only if its share of the "
+        "gradient stands out"
+    )
+    assert end.startswith("An even share of the gradient is 6.2%: a row is only worth taking out")
+
+
+def test_a_stop_gives_a_command_that_can_be_pasted(
+    small_dataset: Path,
+    tmp_path: Path,
+    replay: Replay,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And is not told again where a step is asked for that the run has not."""
+    run = tmp_path / "my run"
+    do_before_each(monkeypatch, nan_in_a_layer(lambda number: number >= 3))
+    config = request(small_dataset, 9, stability=Stability(rollbacks=0, patience=1))
+    with pytest.raises(RunError) as stopped:
+        train(config, run, quiet=True)
+    assert f"Look at the batch with: pennyclip doctor '{run}' --replay 3;" in str(stopped.value)
+    assert named(run, "stopped")["message"] == str(stopped.value)
+    assert [r["step"] for r in trained(run)] == [1, 2]  # the event has the loss of the third
+    do_before_each(monkeypatch, nan_in_a_layer(lambda number: number >= 3))
+    found = replay(run, 3)
+    assert found["loss"] == found["recorded_loss"] == named(run, "update skipped")["loss"] == "nan"
+    assert (found["compared"], found["differs_from"]) == (3, None)
+    assert main(["doctor", str(run), "--replay", "90"]) == 2
+    assert capsys.readouterr().err == (
+        "pennyclip: --replay 90: the run has steps 1 to 3 of 9 so far (stopped at step 3)\n"
+    )

@@ -1,6 +1,7 @@
 """Retrieval against a brute-force reference, ties enumerated, and open_clip's own numbers."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pennyclip.errors import RequestError, RunError
 from pennyclip.evaluate.result import mean_rank
-from pennyclip.evaluate.retrieval import retrieval
+from pennyclip.evaluate.retrieval import ceiling, retrieval
 
 F64 = npt.NDArray[np.float64]
 
@@ -109,6 +110,48 @@ def test_mean_rank_is_the_mean_over_all_orders(better: int, wrong: int, own: int
     ranks = [better + 1 + order.index(True) for order in itertools.permutations(tied)]
     one = torch.ones(1, dtype=torch.float64)
     assert mean_rank(better * one, wrong * one, own * one).item() == pytest.approx(np.mean(ranks))
+
+
+@pytest.mark.parametrize(
+    ("texts", "owner"),
+    [
+        ([*"aaaaab", *"ccc", *"defgh"], range(14)),  # groups of 5, 1, 3 and five of 1
+        ([*"aabacadee"], [0, 0, 1, 2, 2, 3, 4, 5, 6]),  # some have a caption of their own besides
+        (
+            [f"{i % 2}, template {t}" for i in range(24) for t in (0, 1)],
+            [i // 2 for i in range(48)],
+        ),
+    ],
+)
+def test_a_perfect_model_reaches_the_ceiling(texts: list[str], owner: Sequence[int]) -> None:
+    """Equal captions have one embedding; a picture is closest to the one that fewest others have,
+    and next to all of its own; no two pictures are equally close to anything."""
+    shared, most = ceiling(list(owner), texts)
+    distinct, images = sorted(set(texts)), max(owner) + 1
+    image = torch.zeros(images, len(distinct) + images, dtype=torch.float64)
+    for i in range(images):
+        own = {text for text, of in zip(texts, owner, strict=True) if of == i}
+        for text in own:
+            image[i, distinct.index(text)] = 1 - 1e-6 * i
+        rarest = min(own, key=lambda text: (texts.count(text), text))
+        image[i, distinct.index(rarest)] += 1e-3
+        image[i, len(distinct) + i] = (100 - image[i].square().sum()).sqrt()  # all of one norm
+    text = torch.eye(image.shape[1], dtype=torch.float64)[[distinct.index(t) for t in texts]]
+    found = retrieval(image / 10, text, torch.tensor(owner)).metrics
+    assert {name: found[name] for name in most} == pytest.approx(most, abs=1e-12)
+    owners = {t: {o for u, o in zip(texts, owner, strict=True) if u == t} for t in distinct}
+    assert shared == len({o for of in owners.values() if len(of) > 1 for o in of})
+    assert most["image_to_text/R@1"] < 1
+
+
+def test_the_ceiling_of_known_groups() -> None:
+    """5 of 8 pictures with one caption: at rank 1 + 4 / 2 each; of 5 captions 1 is right first."""
+    assert ceiling(range(3), ["a", "b", "c"]) == (0, dict.fromkeys(ceiling(range(1), "a")[1], 1.0))
+    shared, most = ceiling(range(8), "aaaaabcd")
+    assert shared == 5
+    assert (most["image_to_text/R@1"], most["image_to_text/R@5"]) == (3 / 8, 1.0)
+    assert (most["text_to_image/R@1"], most["text_to_image/R@5"]) == (0.5, 1.0)
+    assert most["mean_recall"] == pytest.approx((3 / 8 + 0.5 + 4) / 6)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

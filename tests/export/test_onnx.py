@@ -49,7 +49,7 @@ def test_onnxruntime_gives_the_same(tmp_path: Path, case: str) -> None:
     assert (about["image_size"], about["context_length"]) == (64, CONTEXT)
 
     encoder, image_embeddings, text_embeddings = embeddings(path)
-    assert about["logit_scale"] == pytest.approx(float(encoder.model.logit_scale))
+    assert about["logit_scale"] == pytest.approx(encoder.model.logit_scale.item())
     images_in = onnxruntime.InferenceSession(done.path / "image.onnx")
     texts_in = onnxruntime.InferenceSession(done.path / "text.onnx")
     tokenizer = load_tokenizer(config)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from pennyclip.checkpoint import write_model
 from pennyclip.cli import main
@@ -125,6 +126,33 @@ def test_a_scorer_that_has_seen_the_rows_is_named(data: Path, scorer: Path) -> N
         assert (said in " ".join(done.notes), said in page) == (bool(seen), bool(seen))
     dev = filter_dataset(data, "dev-best", union=("dev",), score=str(data.parent / "run-0"), keep=1)
     assert not any("trained on" in line for line in dev.notes)
+
+
+def test_rows_that_stay_are_told_for_each_source(data: Path, scorer: Path) -> None:
+    both = data.parent / "both"
+    (data / "pictures").mkdir()
+    for number in range(10):
+        noise = np.random.default_rng(number).integers(0, 256, (80, 80, 3), np.uint8)
+        Image.fromarray(noise).save(data / f"pictures/{number}.png")
+        (data / f"pictures/{number}.txt").write_text(f"noise {number}")
+    prepare([data / "shards", data / "pictures"], both, workers=1, quiet=True)
+    dataset = Dataset(both)
+    done = filter_dataset(both, "best", score=str(scorer), keep=0.5)
+    train, rows = dataset.subset("train"), dataset.subset("best")
+    end = dataset.meta["sources"][0]["rows"][1]
+    counts = [(int((some < end).sum()), int((some >= end).sum())) for some in (train, rows)]
+    assert [(one["first"], one["left"]) for one in done.sources] == list(zip(*counts, strict=True))
+    assert [Path(one["path"]).name for one in done.sources] == ["shards", "pictures"]
+    assert 0 < len(rows) < len(train)
+    first, left = done.sources[1]["first"], done.sources[1]["left"]
+    assert f"  pictures  {left:>10} of {first} left" in str(done).splitlines()
+    page = Path(done.page).read_text(encoding="utf-8")
+    assert f'<td>pictures</td><td class="number">{first}</td><td class="number">{left}' in page
+    again = filter_dataset(both, "best", score=str(scorer), keep=0.5)
+    assert (again.already_done, again.sources) == (True, done.sources)
+    one = filter_dataset(data, "best", score=str(scorer), keep=0.5)
+    assert "of each source" not in str(one)
+    assert "Sources" not in Path(one.page).read_text(encoding="utf-8")
 
 
 def test_killed_between_two_shards_it_goes_on(

@@ -89,8 +89,10 @@ def test_the_same_append_again_is_a_no_op_and_others_are_refused(tmp_path: Path)
     assert run(first, out=out).already_done  # a script runs as a whole again
     assert run(first, out=out, append=True).already_done
     assert contents(out) == whole
-    with pytest.raises(RequestError, match="side was 256 and is now 64"):
-        run(table(tmp_path / "c", range(2)), out=out, append=True, side=64)
+    other = {"side": 64, "near_bits": 0, "raw": 32}
+    told = r"side was 256 and is now 64.*first time: --side 256 --near-bits 6 without --raw\. "
+    with pytest.raises(RequestError, match=told):
+        run(table(tmp_path / "c", range(2)), out=out, append=True, **other)
     with pytest.raises(RequestError, match="source 1's path"):
         run(second, out=out)
     assert contents(out) == whole
@@ -104,6 +106,36 @@ def test_the_same_append_again_is_a_no_op_and_others_are_refused(tmp_path: Path)
     assert contents(out) == whole
     third = run(table(tmp_path / "c", range(9, 12)), out=out, append=True)
     assert [one["rows"] for one in third.sources] == [[0, 6], [6, 9], [9, 12]]
+
+
+def test_what_was_added_is_told_by_split_and_links_go_through_other_rows(tmp_path: Path) -> None:
+    out, seeds = tmp_path / "out", range(20)
+    first = run(table(tmp_path / "a", seeds), out=out, val_share=0.1, dev_share=0.1)
+    assert first.added == {}
+    before = splits(Dataset(out))
+    # Three new pictures of one caption; one is a picture of train, one of dev.
+    new = table(tmp_path / "b", range(100, 111))
+    for name, split in (("100", "train"), ("101", "dev")):
+        shutil.copy(tmp_path / "a" / f"{before[split][0]}.png", tmp_path / "b" / f"{name}.png")
+    rows = [json.loads(line) for line in new.read_text().splitlines()]
+    new.write_text("\n".join(json.dumps(r | {"captions": ["a cat"]}) for r in rows[:3]) + "\n")
+    with new.open("a") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows[3:])
+    for _ in range(2):  # made, and already there
+        summary = run(new, out=out, val_share=0.1, dev_share=0.1, append=True)
+        assert (summary.kept, summary.crossing) == (31, 3)
+        after = splits(Dataset(out))
+        added = {name: len(after[name]) - len(before[name]) for name in ("dev", "train", "val")}
+        assert summary.added == {**added, "left out": 3}
+        assert sum(summary.added.values()) == 11
+        text = str(summary)
+        assert f"added     dev {added['dev']}, train {added['train']}, val" in text
+        assert "3 rows left out: another split has their picture or caption, or is linked" in text
+        assert "begun before this append cannot be resumed" in text
+    third = run(table(tmp_path / "c", range(200, 203)), out=out, val_share=0.1, dev_share=0.1,
+                append=True)  # fmt: skip
+    assert third.added == {"dev": 0, "train": 3, "val": 0, "left out": 0}
+    assert run(tmp_path / "a/captions.jsonl", out=out, val_share=0.1, dev_share=0.1).added == {}
 
 
 def test_rows_left_out_before_stay_listed_whatever_they_are_called(tmp_path: Path) -> None:

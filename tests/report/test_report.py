@@ -125,7 +125,8 @@ def test_missing_parts_are_said(tmp_path: Path) -> None:
     for expected in (
         "nothing recorded yet",
         "There is no metrics.jsonl",
-        "No evaluation yet",
+        f"No evaluation yet. Make one with: pennyclip eval retrieval {bare} --data DATASET",
+        f"pennyclip train {bare}/config.toml --out NEW repeats it",
         "No pictures yet",
         "Nothing to draw",
         "random weights",

@@ -58,10 +58,11 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([100.0, 130.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     console = Console(total_steps=200, start_step=50, quiet=False)
     console.update(50, {"loss": 3.0})
+    now[0] = 130.0
     console.update(60, RECORD)
     console.say("saved [bold]step_000060[/bold]")
     console.close()
@@ -74,17 +75,41 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert third == "saved [bold]step_000060[/bold]"
 
 
+def test_slow_updates_are_told_before_a_record_is_due(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of a start, and then one where nothing was said for a minute."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    console = Console(total_steps=62)
+    for step, now[0] in enumerate((17.0, 34.0, 51.0, 80.0), start=1):
+        console.update(step)
+    console.say("saved")
+    for step, now[0] in enumerate((100.0, 139.0, 140.0, 160.0), start=5):
+        console.update(step, {"loss": 3.0} if step == 8 else None)
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1/62 (2%), ETA 0:17:17",  # 61 times 17 s
+        "step 4/62 (6%), ETA 0:19:20",  # 58 times 20 s
+        "saved",
+        "step 7/62 (11%), ETA 0:18:20",  # 55 times 20 s
+        "step 8/62 (13%), ETA 0:18:00, loss 3.000",
+    ]
+
+
 def test_the_time_left_is_that_of_a_stage_whose_rate_is_known(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stage 1: 10 updates in 3 s, 12 left. Stage 2: 8 in 12 s, 104 left, at 1.5 s each."""
-    clock = iter([0.0, 0.0, 3.0, 20.0, 32.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     console = Console(total_steps=134)
     console.enter_stage(0, (22, 134))
+    now[0] = 3.0
     console.update(10, {})
-    console._done = 22
+    console.update(22)
+    now[0] = 20.0
     console.enter_stage(1, (22, 134))
+    now[0] = 32.0
     console.update(30, {})
     first, second = capsys.readouterr().err.splitlines()
     assert first == "step 10/134 (7%), ETA 0:00:04 of stage 1 of 2, later ones unknown"
@@ -94,10 +119,10 @@ def test_the_time_left_is_that_of_a_stage_whose_rate_is_known(
 def test_progress_is_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter([0.0, 1.0, 11.0, 12.0, 13.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     console = Console(total_steps=200)
-    for done in (10, 20, 30, 4000):
+    for done, now[0] in ((10, 1.0), (20, 11.0), (30, 12.0), (4000, 13.0)):
         console.progress("image features", done, 4000)
     assert capsys.readouterr().err == "image features 20/4,000\nimage features 4,000/4,000\n"
 
@@ -116,6 +141,7 @@ def test_a_bar_on_a_terminal() -> None:
         "from pennyclip.telemetry.console import Console\n"
         "console = Console(200, 50, False)\n"
         "console.update(100, {'loss': 1.25, 'input_wait': 0.5})\n"
+        "console.update(101)\n"
         "console.say('saved [x]')\n"
         "console.close(); console.close()\n"
     )
@@ -142,7 +168,7 @@ def test_a_bar_on_a_terminal() -> None:
     os.close(master)
     text = shown.decode()
     assert done.stdout == b""
-    assert "100/200" in text
+    assert "101/200" in text
     assert "loss 1.250, input wait 50%" in text
     assert "saved [x]" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor comes back

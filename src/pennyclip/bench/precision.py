@@ -21,9 +21,11 @@ from pennyclip.bench.sizes import PATIENCE, Ending, check_up_to
 from pennyclip.bench.workbench import stage_number
 from pennyclip.config import Config, LossScaling, Precision
 from pennyclip.errors import RequestError, RunError
+from pennyclip.evaluate.retrieval import mean_chance
 from pennyclip.precision import choose
 from pennyclip.ready import run_device
 from pennyclip.scaling import is_scaled
+from pennyclip.symptoms import no_better_than_guessing
 from pennyclip.telemetry.metrics import read_metrics
 from pennyclip.train import train
 
@@ -60,8 +62,11 @@ class Row:
     """What kept larger ones from being run; only memory says that they would not fit."""
     score: float | None = None
     """Mean recall on the development split at the end."""
+    chance: float | None = None
+    """That of guessing there."""
     samples_to_near: int | None = None
-    """Pairs seen until the score was NEAR the best of the first row; None: never."""
+    """Pairs seen until the score was NEAR the best of the first row; None: never, or that best
+    can't be told from guessing."""
     course: tuple[tuple[int, float], ...] = ()
     """Pairs seen, and the score there."""
     skipped: int = 0
@@ -89,6 +94,7 @@ class Precisions:
         "largest batch",
         "ended by",
         "mean recall",
+        "chance",
         f"pairs to {NEAR:.0%}",
         "skipped",
     )
@@ -110,6 +116,7 @@ class Precisions:
                     f"{untried}{row.largest:,}" if row.largest else "–",
                     row.ended_by or "–",
                     f"{row.score:.1%}" if row.score is not None else "–",
+                    f"{row.chance:.1%}" if row.chance is not None else "–",
                     f"{row.samples_to_near:,}" if row.samples_to_near else "–",
                     f"{row.skipped}",
                 ]
@@ -124,7 +131,11 @@ class Precisions:
             f"{self.device}; {self.stage}; batch {self.batch_size}",
             f"Each run: {self.epochs:g} epochs, {self.updates} updates, from the same start on the "
             f"same batches. Time an epoch: from these updates{extrapolated}. Recall: on the "
-            "development split; one run each, so small differences are noise.",
+            "development split, beside that of guessing; one run each, so small differences are "
+            "noise.",
+            f"Pairs to {NEAR:.0%}: seen until the recall was {NEAR:.0%} of the best that "
+            f"{self.rows[0].name} had; – where it never was, or that best can't be told from "
+            "guessing.",
             f"Peak memory: of a process that makes updates at batch {self.batch_size}, libraries "
             "included; – where so many pairs do not fit whole, or were not asked for.",
             "Largest batch: ended by memory, it is the largest that leaves a margin free; ended by "
@@ -250,17 +261,21 @@ def _run(row: Row, config: Config, out: Path, first: Row | None) -> tuple[Row, i
         raise KeyboardInterrupt  # the run took the signal as its own, and has saved and stopped
     records = read_metrics(out / "metrics.jsonl")
     updates = [r for r in records if r["kind"] == "train"]
-    scores = [
-        (r["step"] * config.batch_size, r["metrics"]["mean_recall"])
-        for r in records
-        if r["kind"] == "eval"
-    ]
-    goal = NEAR * max((s for _, s in (first.course if first else scores)), default=math.inf)
+    found = [r for r in records if r["kind"] == "eval"]
+    scores = [(r["step"] * config.batch_size, r["metrics"]["mean_recall"]) for r in found]
+    best = max((s for _, s in (first.course if first else scores)), default=math.inf)
+    chance = None
+    if found:
+        images, captions = (found[-1]["metrics"][name] for name in ("images", "captions"))
+        chance = mean_chance(images, captions)
+        if no_better_than_guessing(best, chance, int(images), alike=False):
+            best = math.inf  # what is near to it says nothing
     return replace(
         row,
         epoch_seconds=_epoch_seconds(updates, config.batch_size),
         score=scores[-1][1] if scores else None,
-        samples_to_near=next((samples for samples, score in scores if score >= goal), None),
+        chance=chance,
+        samples_to_near=next((pairs for pairs, score in scores if score >= NEAR * best), None),
         course=tuple(scores),
         skipped=updates[-1]["skipped"],
     ), len(updates)

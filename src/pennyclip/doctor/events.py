@@ -1,7 +1,6 @@
 """What a run's records say: its events with what to do, whether it is done, and over-fitting."""
 
 import math
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def diagnose(path: Path) -> Answer:
     if unfinished is not None:
         lines += [
             f"not finished: {words}",
-            f"    do: go on with pennyclip train --resume {shlex.quote(str(path))}",
+            f"    do: {run.way_on}",
         ]
     tree = {
         "run": str(path),

@@ -20,6 +20,7 @@ from pennyclip.data.loader import Batch
 from pennyclip.errors import RequestError
 from pennyclip.loss import Features
 from pennyclip.loss.row_losses import row_losses
+from pennyclip.not_finite import NORM
 from pennyclip.optim.state import read_state
 from pennyclip.ready import Ready, make_ready, open_request
 from pennyclip.report.run import Run
@@ -68,7 +69,8 @@ def replay(run: Path, step: int) -> Answer:
     watched = replace(ready, loss=replace(ready.loss, compute=compute))
     course = _course(gone, state.step, step)
     updates = sum(end - begin for begin, end in course) - 1
-    logged = {r["step"]: r["loss"] for r in records.kind("train")}
+    told = records.kind("event") + records.kind("train")
+    logged = {r["step"]: r["loss"] for r in told if "loss" in r}
     compared: dict[int, bool] = {}
     pairs = config.batch_size
     with Counter("pairs again", (updates + 1) * pairs, quiet=not updates) as progress:
@@ -88,6 +90,7 @@ def replay(run: Path, step: int) -> Answer:
         "elsewhere": _elsewhere(ready, records, step),
         "grad_norm": record["grad_norm"],
         "not_finite": record["skipped"],
+        "even_share": 1 / len(batch.rows),
         "unreadable": [why for _, why in batch.unreadable],
         "rows": _worst(features, batch, rows),
     }
@@ -99,7 +102,7 @@ def _out_of_reach(step: int, records: Run, planned: int) -> str:
     if state == "done":
         return f"--replay {step}: the run has steps 1 to {there}"
     so_far = f"the run has steps 1 to {there} of {planned} so far" if there else "no step was made"
-    return f"--replay {step}: {so_far} ({words})"
+    return f"--replay {step}: {so_far} ({words.partition(': ')[0]})"  # the doctor says why
 
 
 def _course(gone: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
@@ -191,7 +194,7 @@ def _text(tree: dict[str, Any]) -> str:
         f"gradient norm {tree['grad_norm']:.4g}",
     ]
     if tree["not_finite"]:
-        lines.append(f"not finite: {tree['not_finite']['tensor']}")
+        lines.append(f"not finite: {_named(tree['not_finite'])}")
     lines += [f"unreadable: {why}" for why in tree["unreadable"]]
     lines += ["", f"{'row':>8} {'loss':>8} {'gradient':>9}  where it came from, captions"]
     for row in tree["rows"]:
@@ -201,7 +204,19 @@ def _text(tree: dict[str, Any]) -> str:
             f"{row['row']:>8} {loss:>8} {row['gradient_share']:>9.1%}  {row['image']}  "
             f"({row['origin']})  {captions[:100]}"
         )
+    even = f"An even share of the gradient is {tree['even_share']:.1%}"
+    lines += ["", f"{even}: a row is only worth taking out where its own stands out."]
     return "\n".join(lines)
+
+
+def _named(found: dict[str, Any]) -> str:
+    if found["tensor"] != NORM:
+        return str(found["tensor"])
+    return (
+        f"{NORM}. Every layer's gradient is finite, up to {found['largest']:.2g} in "
+        f"{found['parameter']}, and only their norm overflows: the rate is too high or weights "
+        "have grown. A row is to blame only if its share of the gradient stands out"
+    )
 
 
 def _comparison(tree: dict[str, Any]) -> str:

@@ -28,6 +28,10 @@ class Result:
     """Name to rows, each a dictionary that JSON can hold."""
     chance: dict[str, float] = field(default_factory=dict)
     """By metric, what guessing scores, where that says anything."""
+    ceiling: dict[str, float] = field(default_factory=dict)
+    """By metric, the most that any model can score, where that is less than 1."""
+    notes: list[str] = field(default_factory=list)
+    """What people should know before they read the numbers."""
 
 
 class Encode(Protocol):

@@ -1,6 +1,8 @@
 """Retrieval in both directions, with any number of captions an image."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int64
@@ -105,6 +107,40 @@ def mean_chance(images: float, captions: float) -> float:
     directions = ("image_to_text", "text_to_image")
     values = [chance(images, captions, k, d) for d in directions for k in RECALLS]
     return sum(values) / len(values)
+
+
+def ceiling(owner: Sequence[int], texts: Sequence[str]) -> tuple[int, dict[str, float]]:
+    """The most that any model can score where several images have the same caption.
+
+    A model can't tell equal captions apart, so they are tied. An image finds that of its captions
+    first which fewest others have: own copies among t of others come at rank 1 + t / (own + 1).
+    The images of one caption, none equal to another, can't all come first for it: k of them are
+    among the first k.
+
+    Args:
+        owner: [T] the image of each caption; every image from 0 has one.
+        texts: [T] the captions.
+
+    Returns:
+        how many images have a caption that others have too, and the largest value of each recall
+        and of `mean_recall`, 0 to 1.
+    """
+    copies, owned = Counter(texts), Counter(zip(texts, owner, strict=True))
+    shares: dict[str, list[int]] = {}  # of each caption, how often each of its images has it
+    best: dict[int, float] = {}
+    for (text, image), own in owned.items():
+        shares.setdefault(text, []).append(own)
+        rank = 1 + (copies[text] - own) / (own + 1)
+        best[image] = min(rank, best.get(image, rank))
+    most = {
+        f"image_to_text/R@{k}": sum(rank <= k for rank in best.values()) / len(best)
+        for k in RECALLS
+    }
+    for k in RECALLS:
+        found = sum(sum(sorted(own, reverse=True)[:k]) for own in shares.values())
+        most[f"text_to_image/R@{k}"] = found / len(texts)
+    most["mean_recall"] = sum(most.values()) / len(most)
+    return len({image for text, image in owned if len(shares[text]) > 1}), most
 
 
 def _require_pairs(image: Tensor, text: Tensor, owner: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from pennyclip.atomic import write_text
 from pennyclip.checkpoint import Checkpoint
 from pennyclip.data.index import Dataset
+from pennyclip.data.order import I64
 from pennyclip.data.tokens import TokenStore
 from pennyclip.encoder import CHUNK, load
 from pennyclip.evaluate.result import Result
-from pennyclip.evaluate.retrieval import retrieval
+from pennyclip.evaluate.retrieval import RECALLS, ceiling, retrieval
 from pennyclip.evaluate.zeroshot import read_names, zeroshot
 from pennyclip.features import Embedded, embed_rows
 from pennyclip.telemetry.metrics import Metrics
@@ -30,13 +32,15 @@ def evaluate_retrieval(run: Path, data: Path, split: str, checkpoint: str) -> Re
     tokens = TokenStore.open(dataset, encoder.tokenizer)
     embedded = embed_rows(encoder.model, dataset, tokens, rows, CHUNK)
     result = retrieval(embedded.image, embedded.text, embedded.owner)
+    texts = [caption for entry in dataset.keys(rows) for caption in entry["captions"]]
+    result = _with_ceiling(result, embedded.owner.tolist(), texts)
     _record(run, encoder.checkpoint, checkpoint, split, result)
     if (run / "metrics.jsonl").is_file():
         sheet = {
             "split": split,
             "step": encoder.checkpoint.step,
             "candidates": len(embedded.text),
-            "items": examples(dataset, rows, embedded),
+            "items": examples(dataset, rows, embedded, texts),
         }
         write_text(run / "examples.json", json.dumps(sheet))
     return result
@@ -51,6 +55,22 @@ def evaluate_zeroshot(run: Path, images: Path, checkpoint: str, classes: Path | 
     return result
 
 
+def _with_ceiling(result: Result, owner: list[int], texts: list[str]) -> Result:
+    """The result beside what can be had at most, and a note where that is not everything."""
+    shared, most = ceiling(owner, texts)
+    if not shared:
+        return result
+    images, lines = int(result.metrics["images"]), []
+    for direction in ("image_to_text", "text_to_image"):
+        recalls = (f"R@{k} {most[f'{direction}/R@{k}']:.1%}" for k in RECALLS)
+        lines.append(f"{direction.replace('_', '-')} {', '.join(recalls)}")
+    note = (
+        f"{shared:,} of {images:,} images share a caption with others, which count as wrong. At "
+        f"most: {'; '.join(lines)}. Where captions name classes: pennyclip eval zeroshot"
+    )
+    return replace(result, ceiling=most, notes=[note])
+
+
 def _record(run: Path, chosen: Checkpoint, asked: str, split: str, result: Result) -> None:
     """Append the result to the run's metrics, if `run` is a run and not a lone checkpoint."""
     if (run / "metrics.jsonl").is_file():
@@ -59,11 +79,11 @@ def _record(run: Path, chosen: Checkpoint, asked: str, split: str, result: Resul
         metrics.close()
 
 
-def examples(dataset: Dataset, rows: Any, embedded: Embedded) -> list[dict[str, Any]]:
+def examples(
+    dataset: Dataset, rows: I64, embedded: Embedded, texts: list[str]
+) -> list[dict[str, Any]]:
     """Pictures spread evenly over the rows, each with its closest captions of the whole split."""
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(EXAMPLES, len(rows))).astype(int))
-    entries = dataset.keys(rows)
-    texts = [caption for entry in entries for caption in entry["captions"]]
     items = []
     for i in chosen.tolist():
         scores = embedded.text @ embedded.image[i]

@@ -9,7 +9,7 @@ A filter writes row numbers and nothing else: shards, splits and other filters s
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Filtered:
     notes: list[str]
     already_done: bool
     """The same filter had been applied before; nothing was written."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """Path of each source of the dataset, its rows at first, and those left."""
 
     def __str__(self) -> str:
         width = max(len(step["rule"]) for step in self.steps)
@@ -53,6 +55,14 @@ class Filtered:
         for step in self.steps:
             dropped = "" if step["dropped"] is None else f"  {step['dropped']:>10,} dropped"
             lines.append(f"  {step['rule']:<{width}}  {step['left']:>10,} left{dropped}")
+        if len(self.sources) > 1:
+            names = [Path(source["path"]).name[-40:] for source in self.sources]
+            width = max(map(len, names))
+            lines.append("of each source:")
+            lines += [
+                f"  {one:<{width}}  {source['left']:>10,} of {source['first']:,} left"
+                for one, source in zip(names, self.sources, strict=True)
+            ]
         lines += self.notes
         return "\n".join([*lines, f"look at it: {self.page}", f"train on it: --subset {self.name}"])
 
@@ -116,7 +126,7 @@ def filter_dataset(
             raise RequestError(f"nothing is left after '{rule}': {_told(steps)}. Ask for less.")
         return remaining
 
-    rows = left(f"rows of {' or '.join(union)}", rows)
+    rows = begun = left(f"rows of {' or '.join(union)}", rows)
     made = _made_before(dataset, name)
     _compare(dataset, name, made, request, passing=("score",))  # before hours are spent on scores
     scorer = None
@@ -162,7 +172,21 @@ def filter_dataset(
             f"at most {max_repeats} of one group", ranked[first_of_each(groups, max_repeats)]
         )
     notes += _held_out(dataset, rows)
-    return _write(dataset, name, request, np.sort(rows), steps, notes, drawn)
+    sources = by_source(dataset, begun, rows)
+    return _write(dataset, name, request, np.sort(rows), steps, notes, drawn, sources)
+
+
+def by_source(dataset: Dataset, before: I64, after: I64) -> list[dict[str, Any]]:
+    """Of each source, its rows before and after the filter. A source's rows are neighbours."""
+    return [
+        {
+            "path": source["path"],
+            "first": int(((before >= first) & (before < end)).sum()),
+            "left": int(((after >= first) & (after < end)).sum()),
+        }
+        for source in dataset.meta.get("sources", [])
+        for first, end in [source["rows"]]
+    ]
 
 
 SCORED = ("threshold", "keep", "max_similarity")
@@ -258,11 +282,12 @@ def _write(
     steps: list[dict[str, Any]],
     notes: list[str],
     drawn: Drawn,
+    sources: list[dict[str, Any]],
 ) -> Filtered:
     file = dataset.path / "keep" / f"{name}.parquet"
     page = file.with_suffix(".html")
-    result = Filtered(name, len(rows), str(file), str(page), steps, notes, already_done=False)
-    write_filter_page(dataset, name, steps, drawn, page, notes)
+    result = Filtered(name, len(rows), str(file), str(page), steps, notes, False, sources)
+    write_filter_page(dataset, name, steps, drawn, page, notes, sources)
     tree = {"request": request, "result": asdict(result)}
     write_text(file.with_suffix(".json"), json.dumps(tree, indent=1) + "\n")
     with replacing(file) as partial:  # the last: a subset that is there is whole

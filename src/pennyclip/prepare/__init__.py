@@ -122,7 +122,12 @@ def prepare(
             if not claim.done:
                 make_shards(make_tasks(claim, opened, form), engine, workers, quiet)
                 finish(claim)
-            return summarize(out, seconds=time.monotonic() - began, already_done=claim.done)
+            return summarize(
+                out,
+                seconds=time.monotonic() - began,
+                already_done=claim.done,
+                appended=claim.batch or None,
+            )
     except OSError as error:
         raise RunError(
             f"Writing {out} failed: {error}. What is finished is kept: run it again when the cause "

@@ -7,10 +7,12 @@ appended, index/append.json holds the request as it will be.
 
 import fcntl
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pennyclip.atomic import locked, partials, remove, write_text
 from pennyclip.data.index import Dataset
@@ -168,7 +170,7 @@ def _claim(out: Path, settings: Request, sources: list[Request], append: bool) -
     if not append:
         _compare(out, asked | {"sources": _batch(asked, 0)}, first)
         return Claim(out, asked, 0, done=meta is not None)
-    _compare(out, asked | {"sources": []}, settings | {"sources": []})
+    _compare_settings(out, asked, settings)
     batches = len(_inputs(asked))
     for batch in range(batches):
         if _batch(asked, batch) == _numbered(sources, batch):
@@ -231,6 +233,28 @@ def _compare(out: Path, old: Request, new: Request) -> None:
             f"{out} belongs to a different request: {'; '.join(differing)}. "
             "Give another folder with --out, or remove this one."
         )
+
+
+def _compare_settings(out: Path, old: Request, new: Request) -> None:
+    """Of an append, which must be made as the rows that are there."""
+    differing = [name for name in new if old.get(name) != new[name]]
+    if not differing:
+        return
+    told = "; ".join(f"{name} was {old.get(name)!r} and is now {new[name]!r}" for name in differing)
+    unset = [name for name in differing if old.get(name) in (None, [])]
+    repeat = [_option(name, old[name]) for name in differing if name not in unset]
+    repeat += [f"without {_option(name, [])}" for name in unset]
+    raise RequestError(
+        f"{out} was made with other options: {told}. Repeat those of the first time: "
+        f"{' '.join(repeat)}. To make its pictures otherwise, prepare all sources into another "
+        "--out."
+    )
+
+
+def _option(name: str, value: Any) -> str:
+    """A setting as it is given on the command line."""
+    values = value if isinstance(value, list) else [value]
+    return shlex.join([f"--{name.replace('_', '-')}", *map(str, values)])
 
 
 def _flat(request: Request) -> Request:

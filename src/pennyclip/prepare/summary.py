@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 FEW = 100
 """Rows below which a split's scores say little. Chosen: the standard error of a recall of 50 % is
 50 points by the root of their number, so 5 points here."""
@@ -28,7 +30,8 @@ class Summary:
     largest_group: int
     splits: dict[str, int]
     crossing: int
-    """Rows in no split, because another split has the same picture or caption: crossing.jsonl."""
+    """Rows in no split, because another split has the same picture or caption, or is linked with
+    theirs by way of other rows: crossing.jsonl."""
     shards: int
     bytes: int
     fingerprint: str
@@ -40,7 +43,8 @@ class Summary:
     """Of the plain pixels kept beside the JPEGs."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Path, kind, inputs and rows (the first, and the one after the last) of each."""
-
+    added: dict[str, int] = field(default_factory=dict)
+    """Of an append: the rows that it added to each split, and to none under "left out"."""
     stale_filters: list[str] = field(default_factory=list)
     """Filters made before sources were appended: none of the new rows is in them."""
 
@@ -51,6 +55,7 @@ class Summary:
             f"{self.out}: {self.kept:,} of {self.inputs:,} inputs kept{rate}",
             f"  captions  {self.captions:,} ({self.captions / self.kept:.2f} an image)",
             f"  splits    {', '.join(f'{name} {n:,}' for name, n in self.splits.items())}",
+            *self._added(),
             f"  groups    {self.groups:,}, the largest of {self.largest_group:,} rows",
             f"  repeats   {self.equal_pictures:,} pictures equal, {self.near_pictures:,} nearly",
             f"  on disk   {self.shards:,} shards, {self.bytes / 1e6:,.1f} MB"
@@ -58,8 +63,8 @@ class Summary:
         ]
         if self.crossing:
             lines.append(
-                f"  crossing  {self.crossing:,} rows left out, as another split has the same: "
-                f"{self.out}/crossing.jsonl"
+                f"  crossing  {self.crossing:,} rows left out: another split has their picture or "
+                f"caption, or is linked with it by way of other rows: {self.out}/crossing.jsonl"
             )
         lines += [
             f"  warning   {name} has {count} rows: a recall of 50 % on them is uncertain by "
@@ -82,6 +87,15 @@ class Summary:
             lines += [f"            {count:,} {why}" for why, count in self.rejected.items()]
         return "\n".join([*lines, *self._table()])
 
+    def _added(self) -> list[str]:
+        """What an append brought, and what it means for runs."""
+        if not self.added:
+            return []
+        return [
+            f"  added     {', '.join(f'{name} {n:,}' for name, n in self.added.items())}",
+            "  runs      those begun before this append cannot be resumed on the larger dataset",
+        ]
+
     def _table(self) -> list[str]:
         """One line a source."""
         rows = [("source", "kind", "inputs", "kept", "refused")]
@@ -97,7 +111,14 @@ class Summary:
         ]
 
 
-def summarize(out: Path, *, seconds: float, already_done: bool) -> Summary:
+def summarize(
+    out: Path, *, seconds: float, already_done: bool, appended: int | None = None
+) -> Summary:
+    """The summary of a finished dataset.
+
+    Args:
+        appended: the batch of sources whose rows are counted as added; None: of none.
+    """
     meta = json.loads((out / "dataset.json").read_text(encoding="utf-8"))
     return Summary(
         out=str(out),
@@ -108,10 +129,23 @@ def summarize(out: Path, *, seconds: float, already_done: bool) -> Summary:
         bytes=sum(shard["bytes"] for shard in meta["shards"]),
         raw_bytes=sum(shard.get("raw_bytes", 0) for shard in meta["shards"]),
         sources=meta.get("sources", []),
+        added={} if appended is None else _added(out, meta, appended),
         stale_filters=_stale(out, meta["fingerprint"]),
         fingerprint=meta["fingerprint"],
         **meta["counts"],
     )
+
+
+def _added(out: Path, meta: dict[str, Any], batch: int) -> dict[str, int]:
+    """How many rows a batch has in each split, and how many in none."""
+    asked = zip(meta["request"]["sources"], meta["sources"], strict=True)
+    rows = [source["rows"] for request, source in asked if request["batch"] == batch]
+    first, end = rows[0][0], rows[-1][1]
+    counts = {}
+    for name in meta["splits"]:
+        ids = pq.read_table(out / "keep" / f"{name}.parquet")["row"].to_numpy()
+        counts[name] = int(((ids >= first) & (ids < end)).sum())
+    return counts | {"left out": end - first - sum(counts.values())}
 
 
 def _stale(out: Path, fingerprint: str) -> list[str]:

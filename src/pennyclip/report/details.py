@@ -1,5 +1,6 @@
 """What a run was: its events, data, loaded weights, configuration, machine."""
 
+import shlex
 from typing import Any
 
 from pennyclip.report.markup import Html, join, note, pairs, section, table, tag
@@ -146,7 +147,8 @@ def configuration(run: Run) -> Html:
         tag("summary", f"config.toml, {lines} lines"),
         tag("pre", tag("code", run.config_text)),
     )
-    command = tag("code", "pennyclip train config.toml --out RUN")
+    file = shlex.quote(str(run.path / "config.toml"))
+    command = tag("code", f"pennyclip train {file} --out NEW")
     explanation = note("All that decides the run, defaults included. ", command, " repeats it.")
     return section("configuration", title, explanation, folded)
 

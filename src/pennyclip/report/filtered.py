@@ -41,12 +41,14 @@ def write_filter_page(
     drawn: Drawn,
     out: Path,
     notes: Sequence[str] = (),
+    sources: Sequence[dict[str, Any]] = (),
 ) -> Path:
     """Write the page of one filter.
 
     Args:
         steps: each rule in words, how many rows it dropped (None: it is the start) and left.
         notes: warnings, shown first.
+        sources: path of each source, its rows at first, and those left.
     """
     first, last = steps[0]["left"], steps[-1]["left"]
     head = tag(
@@ -62,12 +64,27 @@ def write_filter_page(
     ]  # fmt: skip
     rules = section("rules", "Rules", table(("rule", "dropped", "left", "share"), rows, 3))
     sections = [head, *map(note, notes), rules]
+    if len(sources) > 1:
+        sections.append(_sources(sources))
     if len(drawn.rows):
         sections += [_scores(drawn), *_pairs(dataset, drawn)]
     if drawn.twins:
         sections.append(_twins(dataset, drawn))
     footer = tag("footer", "Drawn by pennyclip filter. Scores are cosines of the scoring model.")
     return write_page(f"{name}: pennyclip filter", tuple(sections), out, footer)
+
+
+def _sources(sources: Sequence[dict[str, Any]]) -> Html:
+    rows = [
+        (Path(one["path"]).name, f"{one['first']:,}", f"{one['left']:,}",
+         f"{one['left'] / one['first']:.1%}" if one["first"] else "")
+        for one in sources
+    ]  # fmt: skip
+    intro = note(
+        "One limit falls on sources differently: scores depend on the kind of picture and on the "
+        "style of its captions, too. Where a source nearly goes, look at what went."
+    )
+    return section("sources", "Sources", intro, table(("source", "rows", "left", "share"), rows, 3))
 
 
 def _scores(drawn: Drawn) -> Html:

@@ -1,6 +1,7 @@
 """What came out of a run: the headline and the table of evaluations."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,9 +29,7 @@ def headline(run: Run) -> Html:
         tag("h1", run.name, tag("span", words, class_=f"state {state}")),
         tag("p", summary(run), class_="lead"),
         tag("div", *_cards(run), class_="cards"),
-        tag("p", f"Go on with: pennyclip train --resume {run.path}", class_="problem")
-        if state == "stopped"
-        else None,
+        tag("p", run.way_on, class_="problem") if state == "stopped" else None,
         *(tag("p", problem, class_="problem") for problem in run.problems),
     )
 
@@ -96,7 +95,9 @@ def _classes(record: Record) -> str:
 def results(run: Run) -> Html:
     """All evaluations by split, the best step marked."""
     if not run.evaluations:
-        missing = "No evaluation yet. Make one with: pennyclip eval retrieval RUN --data DATASET"
+        names = (shlex.quote(str(name)) for name in (run.path, run.data or "DATASET"))
+        command = "pennyclip eval retrieval {} --data {}".format(*names)
+        missing = f"No evaluation yet. Make one with: {command}"
         return section("results", "Results", note(missing))
     parts: list[Html | None] = []
     if run.retrievals:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import tomllib
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -174,6 +175,23 @@ class Run:
         if not self.records:
             return "open", "nothing recorded yet"
         return "open", f"still going, or killed, at step {self.steps:,}"
+
+    @property
+    def way_on(self) -> str:
+        """What to do about a run that is not finished, as a sentence."""
+        run = shlex.quote(str(self.path))
+        live = {r["name"] for r in self.kind("event") if not self.is_past(r) and "name" in r}
+        if not live >= {"stopped", "rolled back"}:
+            return f"Go on with: pennyclip train --resume {run}"
+        start = "from the same start"
+        if self.best_step is not None:
+            start += (
+                f", or --init {run} if its best checkpoint (step {self.best_step}) is a good one"
+            )
+        return (
+            "It broke by itself, and would again. Begin a new run with a lower optim.lr (pennyclip "
+            f"bench rate finds one), a longer warm-up, or without the rows that are named, {start}"
+        )
 
 
 def read_run(path: Path) -> Run:

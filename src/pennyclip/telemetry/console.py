@@ -15,6 +15,7 @@ from pennyclip.answer import discard
 from pennyclip.telemetry.metrics import Record, rates_by_part
 
 PAUSE = 10.0  # seconds between two plain lines of progress. chosen: a log, not a bar
+SILENCE = 60.0  # seconds after which updates are told without numbers. chosen: before one wonders
 
 
 class Console:
@@ -29,7 +30,7 @@ class Console:
     def __init__(self, total_steps: int, start_step: int = 0, quiet: bool = False) -> None:
         self._total, self._start, self._quiet = total_steps, start_step, quiet
         self._began = self._spoke = time.monotonic()
-        self._done = start_step
+        self._done, self._none_told = start_step, True
         self._end, self._stage = total_steps, ""
         self._bar: Progress | None = None
         if not quiet and sys.stderr.isatty():
@@ -56,12 +57,24 @@ class Console:
         later = number + 1 < len(ends)
         self._stage = f" of stage {number + 1} of {len(ends)}, later ones unknown" if later else ""
 
-    def update(self, step: int, record: Record) -> None:
-        """Show a `train` record, made when `step` updates of the run were done."""
+    def update(self, step: int, record: Record | None = None) -> None:
+        """Show that `step` updates of the run are done.
+
+        Args:
+            step: counted over the whole run.
+            record: the `train` record that was made of it; None: none was. Then the bar moves, and
+                a plain line comes for a start's first update, and where none came for SILENCE.
+        """
         self._done = step
         if self._quiet:
             return
-        numbers = ", ".join([f"ETA {self._remaining(step)}", *describe(record)])
+        if record is None and self._bar:
+            self._bar.update(self._task, completed=step)
+            return
+        if record is None and not self._none_told and time.monotonic() - self._spoke < SILENCE:
+            return
+        self._none_told = False
+        numbers = ", ".join([f"ETA {self._remaining(step)}", *describe(record or {})])
         if self._bar:
             self._bar.update(self._task, completed=step, description=numbers)
         else:
@@ -76,7 +89,6 @@ class Console:
         if self._bar:
             self._bar.update(self._task, description=line)
         elif not self._quiet and (done == total or now - self._spoke > PAUSE):
-            self._spoke = now
             self._print(line)
 
     def say(self, message: str) -> None:
@@ -101,6 +113,7 @@ class Console:
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}{self._stage}"
 
     def _print(self, line: str) -> None:
+        self._spoke = time.monotonic()
         try:
             print(line, file=sys.stderr, flush=True)
         except BrokenPipeError:  # whoever read along has gone; the run goes on without
@@ -116,7 +129,7 @@ def describe(record: Record) -> list[str]:
     if "loss" in record:
         parts.append(f"loss {float(record['loss']):.3f}")
     if "logit_scale" in record:
-        parts.append(f"temperature {math.exp(-float(record['logit_scale'])):.4f}")
+        parts.append(f"temperature {math.exp(min(-float(record['logit_scale']), 50.0)):.4f}")
     if rates := record.get("lr"):
         shown = {part: f"{rate:.1e}" for part, rate in rates_by_part(rates).items()}
         if len(set(shown.values())) == 1:

@@ -17,8 +17,9 @@ REMEDIES = {
     "loss spike": "If it comes again: a lower optim.lr, a lower second number of optim.betas, or "
     "optim.name = stable-adamw; clipping, where it is off; and " + REPLAY + ".",
     "update RMS": "A lower second number of optim.betas, or optim.name = stable-adamw.",
-    "temperature": "Check that captions belong to their pictures and that nothing else scales the "
-    "logits; a lower optim.temperature.lr.",
+    "temperature": "A lower optim.lr, if it is above the recipe's, or a lower "
+    "optim.temperature.lr. Check that captions belong to their pictures and that nothing else "
+    "scales the logits.",
     "no gradient": "Find where the tower's graph is cut or multiplied by 0; if it is meant to stay "
     "as it is, freeze it in the recipe.",
     "embeddings alike": "A lower optim.lr, or a longer optim.warmup_share; a smaller batch wants a "
@@ -30,9 +31,11 @@ REMEDIES = {
     "rate reduced": "The next run: a lower optim.lr (pennyclip bench rate finds one), or a longer "
     "warm-up.",
     "rolled back": "Batch STEP was the first that was not well: " + REPLAY + ".",
-    "stopped": "Where the cause is in the request: a new run with the changed key and "
-    "--init RUN, which starts from RUN's best checkpoint; --init RUN/checkpoints/step_N names "
-    "another. Where it lies outside (disk, data) and is mended: pennyclip train --resume RUN.",
+    "stopped": "Where the run was rolled back before, its rate or its rows broke it: a new run "
+    "with a lower optim.lr, a longer warm-up or without the rows that are named, from the same "
+    "start; --init RUN only if a checkpoint of RUN is a good one (--init RUN/checkpoints/step_N "
+    "names one). Where something else in the request is the cause: the same with the changed key. "
+    "Where it lies outside (disk, data) and is mended: pennyclip train --resume RUN.",
     "out of memory": "Set micro_batch to what it came down to, or measure it: bench batch-size.",
     "checkpoint failed": "Make room on the disk before the next save.",
     "compiled": "Nothing.",

@@ -4,7 +4,8 @@ Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By ki
 
     start       at each start or resume: request, machine, versions, parameters, precision and why,
                 perhaps weights
-    train       samples, epoch, loss, logit_scale (the log, as the model owns it), lr by group,
+    train       every log_every batches, and for those from which no update was made: samples,
+                epoch, loss, logit_scale (the log, as the model owns it), lr by group,
                 grad_norm (before clipping), clipped (share of updates), grad_norms and grad_means
                 (of the gradient before clipping, by layer that learns), accuracy (in the batch),
                 candidates (pairs a row is told apart from, itself included), samples_per_second,
@@ -23,6 +24,7 @@ Every record has `kind`, `step` (updates done) and `time` (UTC, ISO 8601). By ki
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,7 +82,8 @@ class Metrics:
         except OSError as error:
             raise RunError(
                 f"{self.path}: the '{kind}' record of step {step} could not be written: {error}. "
-                "Make room there, then go on with: pennyclip train --resume RUN"
+                "Make room there, then go on with: pennyclip train --resume "
+                f"{shlex.quote(str(self.path.parent))}"
             ) from error
 
     def close(self) -> None:
