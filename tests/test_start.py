@@ -1,13 +1,15 @@
 """A run that starts from another run, and one whose cooldown is begun by hand."""
 
 import json
+import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pennyclip.checkpoint import best, checkpoints
 from pennyclip.cli import main
@@ -55,6 +57,23 @@ def test_init_takes_the_weights_and_nothing_else(
     records = list(read_metrics(tmp_path / "second" / "metrics.jsonl"))
     assert records[0]["step"] == 0
     assert str(first) in records[0]["init"]
+
+
+def test_init_from_weights_that_are_not_finite_is_refused(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    file = checkpoints(run)[-1].path / "model.safetensors"
+    weights = load_file(file)
+    weights["visual.trunk.blocks.3.mlp.fc1.weight"][2, 1] = math.nan
+    save_file(weights, file, {"format": "pt"})
+    argv = ["train", str(run / "config.toml"), "--init", str(file.parent)]
+    assert main([*argv, "--out", str(tmp_path / "next")]) == 2
+    told = capsys.readouterr().err
+    assert "1 tensors of" in told
+    assert "not finite (the first: visual.trunk.blocks.3.mlp.fc1.weight)" in told
+    assert not (tmp_path / "next").exists()
 
 
 def test_init_at_another_image_size_resamples(

@@ -41,7 +41,7 @@ def start(config: Config, last: Checkpoint | None) -> Start:
         last: the run's own checkpoint to go on from; None: the run begins.
 
     Raises:
-        RequestError: weights are missing or don't fit.
+        RequestError: weights are missing, don't fit or are not finite.
     """
     notes: list[str] = []
     loss = LOSSES[config.loss]
@@ -59,6 +59,7 @@ def start(config: Config, last: Checkpoint | None) -> Start:
         )
         notes = [summary(match) for match in matches]
         weights = {"weights": [match.summary() for match in matches]}
+    _check_finite(model, str(last.path) if last else config.init or "the towers' weights")
     notes += adapt(model, config.lora, config.seed)
     if adapters := trainer.get("adapters"):
         load_adapters(model, adapters)
@@ -124,3 +125,13 @@ def from_checkpoint(config: Config) -> tuple[CLIP, list[str]]:
             "warning: this checkpoint was never evaluated, so nothing says that it is a good start"
         )
     return model, notes
+
+
+def _check_finite(model: CLIP, source: str) -> None:
+    """Refuse weights from which every loss would be NaN."""
+    bad = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if bad:
+        raise RequestError(
+            f"{len(bad)} tensors of {source} hold values that are not finite (the first: "
+            f"{bad[0]}). Nothing can be learnt from them: take another checkpoint, or read the file again."
+        )
