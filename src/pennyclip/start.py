@@ -133,5 +133,5 @@ def _check_finite(model: CLIP, source: str) -> None:
     if bad:
         raise RequestError(
             f"{len(bad)} tensors of {source} hold values that are not finite (the first: "
-            f"{bad[0]}). Nothing can be learnt from them: take another checkpoint, or read the file again."
+            f"{bad[0]}). Nothing can be learnt from them: take another checkpoint or file."
         )
