@@ -48,9 +48,10 @@ what is back within so many."""
 LOWEST = 0.01
 """Share of its schedule below which the rate is not lowered. Chosen: a run that needs so little has
 another fault."""
-SHORTEST = 60
-"""Batches of a run that still goes back because of its first losses. Chosen: a shorter one has no
-time to begin anew."""
+SHORTEST, FEWEST = 60, 32
+"""Batches of a run, and candidates in a batch, from which on it goes back because of its first
+losses. Chosen: a shorter run has no time to begin anew; and in batches of 8 a random start's losses
+alone differ by as much."""
 HIGH = "the rate is too high for this model and batch, or its warm-up too short"
 QUIET = 500
 """Batches before a warning is repeated. Chosen."""
@@ -306,7 +307,8 @@ class Watch:
                 grad_norm=record["grad_norm"],
                 **largest_tensors(model, optimizer),
             )
-        if course.rough and candidates > 1 and not self._short:
+        may = not self._short and self.health.rollbacks < self._settings.rollbacks
+        if course.rough and candidates >= FEWEST and may:
             return self._back(
                 step,
                 f"the loss of batch {step} is {record['loss']:.2f}, and guessing costs "
