@@ -47,6 +47,14 @@ def check_config(config: Config) -> None:
     every = config.evaluate.every_epochs
     if not (every > 0 and math.isfinite(every)):
         raise RequestError(f"evaluate.every_epochs = {every:g}: expected a finite number above 0")
+    stability = config.stability
+    for wrong, rule in (
+        (stability.rollbacks < 0, "rollbacks must be at least 0"),
+        (not 0 < stability.rate_factor < 1, "rate_factor must lie between 0 and 1"),
+        (stability.patience < 1, "patience must be at least 1 batch"),
+    ):
+        if wrong:
+            raise RequestError(f"stability.{rule}; found {stability}")
     check_augment(config)
     _check_optim(config)
     for number, stage in enumerate(config.stages):

@@ -22,17 +22,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pennyclip.collapse import Collapse, described, longest
 from pennyclip.config import Config
 from pennyclip.data.loader import Batch
-from pennyclip.errors import RequestError, RunError
+from pennyclip.errors import RunError
 from pennyclip.evidence import ROWS, Evidence, worst_rows
 from pennyclip.health import Health
 from pennyclip.loss import LOSSES, Features
 from pennyclip.loss_course import SHORT
-from pennyclip.optim.update_rms import LIMIT, judged, largest_tensors, update_rms
+from pennyclip.optim.update_rms import LIMIT, LargestRms, largest_tensors
 from pennyclip.symptoms import Symptom, drifting_temperature, no_gradient
 
 OVERFLOWS, OVERFLOW_WINDOW = 5, 100
@@ -83,22 +83,12 @@ class Watch:
             steps: batches of the run.
             log: for events.
             health: of a run that goes on, as `state` gave it.
-
-        Raises:
-            RequestError: settings that cannot work.
         """
-        self._settings = settings = config.stability
-        for wrong, rule in (
-            (settings.rollbacks < 0, "rollbacks must be at least 0"),
-            (not 0 < settings.rate_factor < 1, "rate_factor must lie between 0 and 1"),
-            (settings.patience < 1, "patience must be at least 1 batch"),
-        ):
-            if wrong:
-                raise RequestError(f"stability.{rule}; found {settings}")
+        self._settings = config.stability
         self._config, self._log = config, log
         self._flat_for, self._short = longest(steps), steps < SHORTEST
         self._initial_scale = LOSSES[config.loss].initial_scale
-        self._update_rms: Tensor | None = None  # on the device, not waited for
+        self._largest_rms = LargestRms()
         self.health = Health.load(health) if health else Health()
 
     def state(self) -> dict[str, Any]:
@@ -238,12 +228,9 @@ class Watch:
 
     def _outgrown(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The update RMS of the first matrix that learns: the patch embedding, if it does."""
-        matrices = ((n, p) for n, p in model.named_parameters() if judged(n, p))
-        name, first = next(matrices, ("", None))
-        rms = None if first is None else update_rms(optimizer, first)
-        if rms is None:
+        name = self._largest_rms.see(model, optimizer)
+        if name is None:
             return
-        self._update_rms = rms if self._update_rms is None else self._update_rms.maximum(rms)
         if step % SHORT:
             return
         self._read_update_rms()
@@ -258,9 +245,7 @@ class Watch:
             self._warn(step, Symptom("update RMS", message, evidence))
 
     def _read_update_rms(self) -> None:
-        if self._update_rms is not None:
-            self.health.update_rms = max(self.health.update_rms, float(self._update_rms))
-            self._update_rms = None
+        self.health.update_rms = max(self.health.update_rms, self._largest_rms.read())
 
     def _collapse(self, step: int, record: dict[str, Any]) -> RollBack | None:
         """Whether all embeddings of a tower have become one."""
@@ -378,7 +363,7 @@ class Watch:
             h.course.enter_stage()
         h.not_finite, h.skips, h.overflows = [], {}, []
         h.collapse = Collapse()
-        h.update_rms, self._update_rms = 0.0, None
+        h.update_rms, self._largest_rms = 0.0, LargestRms()
         where = f"the checkpoint of step {to}" if to else "the run's start"
         self._log(
             step,

@@ -43,7 +43,7 @@ class TrainState:
             log: for events.
 
         Raises:
-            RequestError: loss scaling or watching are set to what cannot be.
+            RequestError: loss scaling is set to what cannot be.
         """
         config, start = ready.config, ready.start
         model = start.model.to(ready.device)

@@ -33,6 +33,28 @@ def judged(name: str, parameter: nn.Parameter) -> bool:
     return parameter.requires_grad and decays(name, parameter)
 
 
+class LargestRms:
+    """Of the first matrix that learns: the patch embedding, if it does. It stays on the device."""
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+
+    def see(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+        """Take in the last update; the matrix's name, or None where it has no update RMS."""
+        matrices = ((n, p) for n, p in model.named_parameters() if judged(n, p))
+        name, first = next(matrices, ("", None))
+        rms = None if first is None else update_rms(optimizer, first)
+        if rms is None:
+            return None
+        self._seen = rms if self._seen is None else self._seen.maximum(rms)
+        return name
+
+    def read(self) -> float:
+        """The largest since it was last read; 0: there was none. Waits for the device."""
+        seen, self._seen = self._seen, None
+        return 0.0 if seen is None else float(seen)
+
+
 def largest_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, float]]:
