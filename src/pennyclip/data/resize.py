@@ -77,8 +77,9 @@ def resize(pixels: U8, height: int, width: int) -> U8:
 
     if pixels.shape[:2] == (height, width):
         return pixels
-    # Of a crop, a copy: torch is fast where the colours of a pixel, and the pixels, are neighbours.
-    planes = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+    # Of a crop, a copy: torch is fast where the colours of a pixel, and the pixels, are neighbours;
+    # and it sees that they are only if the batch's axis is there before the axes are turned.
+    planes = torch.from_numpy(np.ascontiguousarray(pixels))[None].permute(0, 3, 1, 2)
     resized = torch.nn.functional.interpolate(
         planes, (height, width), mode="bicubic", antialias=True, align_corners=False
     )
