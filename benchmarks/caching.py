@@ -29,14 +29,14 @@ from pathlib import Path
 import torch
 
 from machine import processor, publish
-from pennyclip.config import ClipText, ImageTower, Model, Optim
+from pennyclip.config.keys import ClipText, ImageTower, Model, Optim
 from pennyclip.data.loader import Batch
 from pennyclip.loss import LOSSES
 from pennyclip.model.clip import CLIP
 from pennyclip.optim import OPTIMIZERS
 from pennyclip.optim.groups import parameter_groups
-from pennyclip.precision import choose
-from pennyclip.update import update
+from pennyclip.training.update.precision import choose
+from pennyclip.training.update.update import update
 
 MEMORY_MARK, TIME_MARK = 1.1, 1.45
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -26,10 +26,10 @@ import torch
 
 from machine import processor, publish
 from pennyclip.cli import parse
+from pennyclip.commands.filter.score import Scorer
+from pennyclip.commands.filter.subset import filter_dataset
 from pennyclip.data.index import Dataset
-from pennyclip.filter.score import Scorer
-from pennyclip.filter.subset import filter_dataset
-from pennyclip.prepare import prepare
+from pennyclip.data.prepare import prepare
 
 WRONG, KEEP = 0.2, 0.8
 RECIPE = "frozen-lite0-minilm"

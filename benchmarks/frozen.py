@@ -29,17 +29,17 @@ from pathlib import Path
 import torch
 
 from machine import processor, publish
-from pennyclip.config import Config, Depth, Stage
-from pennyclip.config_file import load_recipe
+from pennyclip.config.file import load_recipe
+from pennyclip.config.keys import Config, Depth, Stage
 from pennyclip.data.loader import Loader
-from pennyclip.features import silent
+from pennyclip.data.prepare import prepare
+from pennyclip.evaluation.features import silent
 from pennyclip.loss import LOSSES
 from pennyclip.model.freezing import frozen_layers
-from pennyclip.prepare import prepare
-from pennyclip.ready import step_seed
-from pennyclip.session import Rows, Setup, enter_stage, open_rows
-from pennyclip.stages import make_plan
-from pennyclip.update import update
+from pennyclip.training.plan import make_plan
+from pennyclip.training.run import step_seed
+from pennyclip.training.stage import Rows, Setup, enter_stage, open_rows
+from pennyclip.training.update.update import update
 from pennyclip.weights.build import build
 
 RECIPE, SPEED_MARK, LOSS_MARK = "frozen-lite0-minilm", 20, 0.01

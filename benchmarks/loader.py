@@ -40,12 +40,12 @@ import webdataset
 from open_clip.transform import AugmentationCfg
 
 from machine import processor, publish
-from pennyclip.config import Augment
+from pennyclip.config.keys import Augment
 from pennyclip.data.index import Dataset
 from pennyclip.data.loader import Loader
+from pennyclip.data.prepare import prepare
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.data.tokens import TokenStore
-from pennyclip.prepare import prepare
 from photographs import HINT, find_photographs, photographs
 
 PAIRS = Path(__file__).parents[2] / "shared/data/openstax-pairs"

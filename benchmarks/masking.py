@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from machine import processor, publish
-from pennyclip.config import ImageTower as ImageConfig
+from pennyclip.config.keys import ImageTower as ImageConfig
 from pennyclip.model.image import ImageTower
 from pennyclip.model.masking import keep_indices
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from machine import processor, publish
-from pennyclip.config import ClipText, Config, Evaluation, ImageTower, Model, Optim, Stage
-from pennyclip.config_file import load_recipe
-from pennyclip.evaluate.runs import evaluate_retrieval
-from pennyclip.prepare import prepare
-from pennyclip.train import train
+from pennyclip.commands.evaluate import evaluate_retrieval
+from pennyclip.config.file import load_recipe
+from pennyclip.config.keys import ClipText, Config, Evaluation, ImageTower, Model, Optim, Stage
+from pennyclip.data.prepare import prepare
+from pennyclip.training.loop import train
 
 SOURCE = Path(__file__).parents[2] / "shared/data/openstax-pairs"
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,8 @@ from PIL import Image
 
 from machine import processor, publish
 from pennyclip.data import images
+from pennyclip.data.prepare import prepare
 from pennyclip.data.resize import centre_square, fit_to
-from pennyclip.prepare import prepare
 from photographs import HINT, find_photographs, photographs
 
 SIDE, SQUARE = 256, 224

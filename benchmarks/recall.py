@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from machine import publish
-from pennyclip.config_file import load_recipe
-from pennyclip.evaluate.runs import evaluate_retrieval
-from pennyclip.prepare import prepare
+from pennyclip.commands.evaluate import evaluate_retrieval
+from pennyclip.config.file import load_recipe
+from pennyclip.data.prepare import prepare
 
 SHOWN = ("image_to_text/R@1", "text_to_image/R@1", "image_to_text/R@10", "text_to_image/R@10")
 

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor
 
 from machine import processor
-from pennyclip.compilation import compiled_blocks
-from pennyclip.config import ImageTower, Model, Optim, Precision
+from pennyclip.config.keys import ImageTower, Model, Optim, Precision
 from pennyclip.data.loader import Batch
 from pennyclip.data.text import ClipTokenizer, pad, truncate
 from pennyclip.loss import LOSSES
@@ -46,7 +45,8 @@ from pennyclip.model.clip import CLIP
 from pennyclip.model.masking import keep_indices
 from pennyclip.optim import OPTIMIZERS
 from pennyclip.optim.groups import parameter_groups
-from pennyclip.update import update
+from pennyclip.training.update.compilation import compiled_blocks
+from pennyclip.training.update.update import update
 
 CAPTIONS = Path(__file__).parents[2] / "shared/data/openstax-pairs/captions.jsonl"
 CONTEXT, SIZE = 77, 224

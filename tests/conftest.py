@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from pennyclip.prepare import prepare
+from pennyclip.data.prepare import prepare
 
 hypothesis.settings.register_profile("unhurried", deadline=None)  # machines are shared
 hypothesis.settings.load_profile("unhurried")

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from pennyclip.loss import LOSSES
 from pennyclip.model.clip import CLIP
-from pennyclip.update import update
+from pennyclip.training.update.update import update
 from update_batches import adamw
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

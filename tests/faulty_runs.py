@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import pennyclip.ready
-from pennyclip.config import Augment, Checkpointing, ClipText, Config, Stage
-from pennyclip.config_file import load_recipe
+import pennyclip.training.run
+from pennyclip.config.file import load_recipe
+from pennyclip.config.keys import Augment, Checkpointing, ClipText, Config, Stage
 from pennyclip.model.clip import CLIP
-from pennyclip.telemetry.metrics import read_metrics
+from pennyclip.training.telemetry.metrics import read_metrics
 
 BATCH = 16
 Do = Callable[[int, CLIP, torch.optim.Optimizer], None]
@@ -85,7 +85,7 @@ def do_before_each(monkeypatch: pytest.MonkeyPatch, do: Do) -> None:
         do(seen[0], model, optimizer)
         return update(model, loss, optimizer, *rest, **more)
 
-    monkeypatch.setattr(pennyclip.ready, "update", counted)
+    monkeypatch.setattr(pennyclip.training.run, "update", counted)
 
 
-SOUND = pennyclip.ready.update
+SOUND = pennyclip.training.run.update

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pennyclip.config import ClipText, Config, Stage
-from pennyclip.config_file import load_recipe
+from pennyclip.config.file import load_recipe
+from pennyclip.config.keys import ClipText, Config, Stage
 
 
 def small_run(dataset: Path, *, image_size: int = 32, **changed: Any) -> Config:

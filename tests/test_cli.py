@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pennyclip.cli import main
-from pennyclip.config_file import load_recipe, recipe_names
-from pennyclip.recipe_options import recipe_usage
+from pennyclip.commands.options import recipe_usage
+from pennyclip.config.file import load_recipe, recipe_names
 
 
 @pytest.mark.parametrize(

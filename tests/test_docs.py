@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pennyclip.cli import COMMANDS, main
-from pennyclip.config_file import recipe_names
+from pennyclip.config.file import recipe_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -209,7 +209,7 @@ def test_file_names_exist(page: Path) -> None:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     roots = "src|tests|docs|scripts|examples|benchmarks|\\.ci"
     # What a reader would write, and what nobody should.
-    invented = {"src/pennyclip/loss/text_to_image.py", "src/pennyclip/recipes/NAME.toml"}
+    invented = {"src/pennyclip/loss/text_to_image.py", "src/pennyclip/config/recipes/NAME.toml"}
     invented |= {"utils.py"}
     for path in re.findall(rf"`((?:{roots})/[\w./-]*)`", text):
         assert (ROOT / path).exists() or path in invented, f"{name(page)}: {path}"
@@ -229,7 +229,7 @@ def test_the_readme_tree_is_the_tree() -> None:
     modules = {p.name for p in package.glob("*.py") if p.name != "__init__.py"}
     packages = {p.parent.name for p in package.glob("*/__init__.py")}
     missing = (modules | packages) - named
-    gone = named - modules - packages - {"recipes"}
+    gone = named - modules - packages
     assert not missing, f"add to the README's tree: {sorted(missing)}"
     assert not gone, f"the README's tree names what is not there: {sorted(gone)}"
     for module in modules:

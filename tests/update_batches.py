@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pennyclip.config import ClipText, ImageTower, Model, Optim
+from pennyclip.config.keys import ClipText, ImageTower, Model, Optim
 from pennyclip.data.loader import Batch
 from pennyclip.model.clip import CLIP
 from pennyclip.optim import OPTIMIZERS

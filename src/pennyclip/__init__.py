@@ -9,12 +9,17 @@ Importing the package is cheap; torch is imported by what needs it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pennyclip.encoder import Encoder as Encoder
-    from pennyclip.encoder import load as load
-    from pennyclip.prepare import prepare as prepare
-    from pennyclip.train import train as train
+    from pennyclip.data.prepare import prepare as prepare
+    from pennyclip.evaluation.encoder import Encoder as Encoder
+    from pennyclip.evaluation.encoder import load as load
+    from pennyclip.training.loop import train as train
 
-_WHERE = {"load": "encoder", "Encoder": "encoder", "prepare": "prepare", "train": "train"}
+_WHERE = {
+    "load": "evaluation.encoder",
+    "Encoder": "evaluation.encoder",
+    "prepare": "data.prepare",
+    "train": "training.loop",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,18 +16,24 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
-from pennyclip.answer import Answer, Json, until_unread
-from pennyclip.bench.commands import BatchSize, Precision, Rate
-from pennyclip.config import Config
-from pennyclip.config_file import load_recipe
-from pennyclip.doctor.command import Doctor
-from pennyclip.errors import RequestError, RunError, did_you_mean
-from pennyclip.evaluate.task import Task
-from pennyclip.filter.command import Filter
-from pennyclip.prepare_command import Prepare
-from pennyclip.recipe_options import RESUME, check_options, check_resume, read_tables, recipe_usage
-from pennyclip.samples_command import Samples
-from pennyclip.telemetry.metrics import plain
+from pennyclip.base.errors import RequestError, RunError, did_you_mean
+from pennyclip.commands.answer import Answer, Json, until_unread
+from pennyclip.commands.bench.commands import BatchSize, Precision, Rate
+from pennyclip.commands.doctor.command import Doctor
+from pennyclip.commands.filter.command import Filter
+from pennyclip.commands.options import (
+    RESUME,
+    check_options,
+    check_resume,
+    read_tables,
+    recipe_usage,
+)
+from pennyclip.commands.prepare import Prepare
+from pennyclip.commands.samples import Samples
+from pennyclip.config.file import load_recipe
+from pennyclip.config.keys import Config
+from pennyclip.evaluation.task import Task
+from pennyclip.training.telemetry.metrics import plain
 
 
 class Command(Protocol):
@@ -49,7 +55,7 @@ class Train:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.train import train
+        from pennyclip.training.loop import train
 
         return _outcome(train(self.config, self.out, proceed=self.continue_))
 
@@ -65,7 +71,7 @@ class Resume:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.train import resume
+        from pennyclip.training.loop import resume
 
         return _outcome(resume(self.resume, cooldown=self.cooldown))
 
@@ -106,7 +112,7 @@ class Retrieval:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.evaluate.runs import evaluate_retrieval
+        from pennyclip.commands.evaluate import evaluate_retrieval
 
         return _result(evaluate_retrieval(self.run_, self.data, self.split, self.checkpoint))
 
@@ -126,13 +132,13 @@ class Zeroshot:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.evaluate.runs import evaluate_zeroshot
+        from pennyclip.commands.evaluate import evaluate_zeroshot
 
         return _result(evaluate_zeroshot(self.run_, self.images, self.checkpoint, self.classes))
 
 
 def _result(result: Any) -> Answer:
-    from pennyclip.evaluate.result import COUNTS
+    from pennyclip.evaluation.result import COUNTS
 
     width = max(map(len, result.metrics))
     lines = []
@@ -156,7 +162,7 @@ class Report:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.report import write_comparison, write_dataset_page, write_report
+        from pennyclip.reporting import write_comparison, write_dataset_page, write_report
 
         if len(self.runs) == 1 and (self.runs[0] / "dataset.json").is_file():
             page = write_dataset_page(self.runs[0], self.out)
@@ -185,7 +191,7 @@ class Search:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.search import search
+        from pennyclip.commands.search import search
 
         hits = search(
             self.run_,
@@ -214,7 +220,7 @@ class Export:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.export import export
+        from pennyclip.commands.export import export
 
         made = export(self.run_, self.to, self.out, self.checkpoint)
         lines = [f"{made.path}: {made.layout}", *made.notes, f"load it with: {made.load_line}"]
@@ -245,7 +251,7 @@ class Interpolate:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.interpolate.runs import interpolate_run
+        from pennyclip.commands.interpolate.runs import interpolate_run
 
         options = {k: v for k, v in vars(self).items() if k not in ("run_", "json")}
         made = interpolate_run(self.run_, **options)
@@ -281,7 +287,7 @@ class List:
     json: Json = False
 
     def run(self) -> Answer:
-        from pennyclip.listing import listing, recipe_text
+        from pennyclip.commands.listing import listing, recipe_text
 
         if self.name:
             text = recipe_text(self.what, self.name)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pennyclip.config import Augment
+from pennyclip.config.keys import Augment
 from pennyclip.data.index import ROW, Dataset
 from pennyclip.data.loader import Loader
 from pennyclip.data.text import ClipTokenizer

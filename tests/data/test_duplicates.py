@@ -11,8 +11,8 @@ from PIL import Image
 
 from pennyclip.data.duplicates import Links, near_pairs, row_groups
 from pennyclip.data.hashes import fine_hash, phash, pixel_hash
+from pennyclip.data.prepare import prepare
 from pennyclip.data.resize import resize_short_side
-from pennyclip.prepare import prepare
 
 CLIPART = Path(__file__).resolve().parents[2] / "examples/clipart"
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import ray
 
+from pennyclip.base.errors import RequestError, RunError
 from pennyclip.data import engines
 from pennyclip.data.index import Dataset
+from pennyclip.data.prepare import prepare, work
 from pennyclip.data.shards import ShardTask, make_shard
-from pennyclip.errors import RequestError, RunError
-from pennyclip.prepare import prepare, work
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pennyclip.config import Augment
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import Augment
 from pennyclip.data.augment import change_pixels
 from pennyclip.data.index import OPEN_SHARDS, ROW, SCHEMA_VERSION, Dataset
 from pennyclip.data.loader import Batch, Loader
@@ -19,7 +20,6 @@ from pennyclip.data.order import Order
 from pennyclip.data.synonyms import Synonyms
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.data.tokens import TokenStore
-from pennyclip.errors import RequestError
 
 BATCH = 8
 EPOCH = 12  # batches: 96 of the small dataset's rows

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pennyclip.base.errors import RunError
 from pennyclip.data.pool import run_tasks
-from pennyclip.errors import RunError
 
 
 def square(task: int, report: Callable[[int], None]) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from pennyclip.config import ClipText, ImageTower, Model
+from pennyclip.config.keys import ClipText, ImageTower, Model
 from pennyclip.data import resize
 from pennyclip.data.resize import LONGEST, centre_square
 from pennyclip.weights.build import build

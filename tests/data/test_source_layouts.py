@@ -10,9 +10,9 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources import Pair, Reject, Source, open_source
 from pennyclip.data.sources.columns import BATCH
-from pennyclip.errors import RequestError
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # Hugging Face's Image feature
 

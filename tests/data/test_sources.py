@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources import Pair, Reject, Source, open_source
-from pennyclip.errors import RequestError
 
 PIXEL = b"not decoded here"
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.images import ImageError
 from pennyclip.data.shards import _read
 from pennyclip.data.sources import Pair, Reject, Source, open_source
 from pennyclip.data.sources.files import MAX_TEXT
 from pennyclip.data.sources.pairs import caption_lines, clean_captions, json_captions, load_json
-from pennyclip.errors import RequestError
 
 SETTINGS = settings(
     max_examples=60,

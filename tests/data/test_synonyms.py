@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.synonyms import Synonyms
-from pennyclip.errors import RequestError
 
 
 def test_the_most_frequent_sense_counts(wordnet: Path) -> None:

@@ -16,9 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data import text as module
 from pennyclip.data.text import LATIN, PLAIN, ClipTokenizer, JsonTokenizer, pad, truncate
-from pennyclip.errors import RequestError
 
 TOKENIZER = ClipTokenizer()
 REFERENCE = open_clip.tokenizer.SimpleTokenizer()

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pennyclip.base.errors import RunError
 from pennyclip.data.index import ROW, SCHEMA_VERSION, Dataset
 from pennyclip.data.text import ClipTokenizer
 from pennyclip.data.tokens import TokenStore
-from pennyclip.errors import RunError
 
 TOKENIZER = ClipTokenizer()
 SHARDS = [

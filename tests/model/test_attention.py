@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from pennyclip.config import ImageTower as ImageConfig
+from pennyclip.config.keys import ImageTower as ImageConfig
 from pennyclip.model.attention import attention_context
 from pennyclip.model.image import ImageTower
 

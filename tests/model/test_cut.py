@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pennyclip.config import Adapters, ClipText, ImageTower, Lora, Model, TransformersText
+from pennyclip.config.keys import Adapters, ClipText, ImageTower, Lora, Model, TransformersText
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import freeze, frozen_layers, trunk_state
 from pennyclip.model.lora import adapt

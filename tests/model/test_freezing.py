@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from pennyclip.config import ClipText, ImageTower, Model, TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, Model, TransformersText
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import evaluating, freeze
 

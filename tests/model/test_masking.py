@@ -6,8 +6,8 @@ import pytest
 import timm
 import torch
 
-from pennyclip.config import ImageTower as ImageConfig
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ImageTower as ImageConfig
 from pennyclip.model.image import ImageTower
 from pennyclip.model.masking import keep_indices
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pennyclip.config import ActivationCheckpointing, ClipText, ImageTower, Model, TransformersText
+from pennyclip.config.keys import (
+    ActivationCheckpointing,
+    ClipText,
+    ImageTower,
+    Model,
+    TransformersText,
+)
 from pennyclip.model.clip import CLIP
 from pennyclip.model.packing import packed, padded
 from pennyclip.model.recompute import recompute

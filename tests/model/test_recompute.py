@@ -5,12 +5,12 @@ import timm
 import torch
 from torch import Tensor
 
-from pennyclip.config import ActivationCheckpointing, Precision
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ActivationCheckpointing, Precision
 from pennyclip.loss import LOSSES
 from pennyclip.model.masking import keep_indices
 from pennyclip.model.recompute import image_blocks, recompute
-from pennyclip.update import update
+from pennyclip.training.update.update import update
 from update_batches import adamw, gradients, pairs, tiny_clip
 
 

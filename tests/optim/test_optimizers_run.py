@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pennyclip.check import check_config
-from pennyclip.checkpoint import checkpoints
-from pennyclip.config import Checkpointing, Optim
-from pennyclip.errors import RequestError
-from pennyclip.telemetry.metrics import read_metrics
-from pennyclip.train import resume, train
+from pennyclip.base.errors import RequestError
+from pennyclip.config.check import check_config
+from pennyclip.config.keys import Checkpointing, Optim
+from pennyclip.training.loop import resume, train
+from pennyclip.training.telemetry.metrics import read_metrics
+from pennyclip.weights.checkpoint import checkpoints
 from small_runs import small_run
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pennyclip.config import (
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import (
     ClipText,
     ImageTower,
     Model,
@@ -15,7 +16,6 @@ from pennyclip.config import (
     PatternRates,
     TrunkRates,
 )
-from pennyclip.errors import RequestError
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import freeze
 from pennyclip.optim import OPTIMIZERS

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from pennyclip.config import Config, ImageTower, Model, Optim, PartRates, Stage, TrunkRates
-from pennyclip.errors import RequestError
-from pennyclip.stages import Plan, make_plan
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import Config, ImageTower, Model, Optim, PartRates, Stage, TrunkRates
+from pennyclip.training.plan import Plan, make_plan
 
 CONFIG = Config(model=Model(image=ImageTower(name="x")), stages=(Stage(epochs=2.0),), batch_size=10)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pennyclip.config import Optim
+from pennyclip.config.keys import Optim
 from pennyclip.optim import OPTIMIZERS, step_metrics
 from pennyclip.optim.stable_adamw import StableAdamW
 

@@ -15,9 +15,9 @@ from PIL import Image
 from tiny_towers import CLIP_MEAN, CLIP_STD, shake
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, SiglipConfig, SiglipModel
 
-from pennyclip.encoder import load
-from pennyclip.errors import RequestError
-from pennyclip.export.tokenizer import write_clip_tokenizer
+from pennyclip.base.errors import RequestError
+from pennyclip.commands.export.tokenizer import write_clip_tokenizer
+from pennyclip.evaluation.encoder import load
 from pennyclip.weights.adopt import adopt
 
 TEXTS = ["a photo of a cat", "Two dogs, running over the grass"]

@@ -14,7 +14,7 @@ from tiny_towers import (
     native,
 )
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 from pennyclip.weights.build import build
 
 

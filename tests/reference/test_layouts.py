@@ -28,10 +28,10 @@ from tiny_towers import (
 )
 from torch import Tensor, nn
 
-from pennyclip.checkpoint import write_model
-from pennyclip.config import ClipText, ImageTower, Model
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, Model
 from pennyclip.weights.build import build
+from pennyclip.weights.checkpoint import write_model
 
 
 class Archive(nn.Module):

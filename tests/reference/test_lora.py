@@ -10,7 +10,8 @@ import transformers
 from tiny_towers import TOWERS
 from torch import nn
 
-from pennyclip.config import (
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import (
     Adapters,
     ClipText,
     ImageTower,
@@ -20,8 +21,7 @@ from pennyclip.config import (
     TransformersText,
     TrunkRates,
 )
-from pennyclip.errors import RequestError
-from pennyclip.features import fingerprint
+from pennyclip.evaluation.features import fingerprint
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import freeze, trunk_state
 from pennyclip.model.lora import adapt, adapter_state, is_adapter, load_adapters, merged_state

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from pennyclip.checkpoint import write_model
-from pennyclip.config import ClipText, ImageTower, Model, TransformersText
+from pennyclip.config.keys import ClipText, ImageTower, Model, TransformersText
 from pennyclip.data.loader import fit_square
-from pennyclip.encoder import load
+from pennyclip.evaluation.encoder import load
 from pennyclip.weights.build import build, text_folder
+from pennyclip.weights.checkpoint import write_model
 
 TEXTS = ["a photo of a cat", "!", "two dogs, running " * 30]
 

@@ -27,11 +27,11 @@ from transformers import (
     XLMRobertaForMaskedLM,
 )
 
-from pennyclip.checkpoint import checkpoints
-from pennyclip.config import Config, TransformersText
-from pennyclip.config_file import RECIPES, load_recipe, recipe_names
+from pennyclip.config.file import RECIPES, load_recipe, recipe_names
+from pennyclip.config.keys import Config, TransformersText
 from pennyclip.model.clip import CLIP
-from pennyclip.telemetry.metrics import read_metrics
+from pennyclip.training.telemetry.metrics import read_metrics
+from pennyclip.weights.checkpoint import checkpoints
 from pennyclip.weights.load import load_tower
 from pennyclip.weights.read import WeightsFile
 from pennyclip.weights.statements import Statements

@@ -9,8 +9,8 @@ from open_clip.model import CLIP as OpenClip
 from open_clip.model import CustomTextCLIP
 from tiny_towers import EMBED, LENGTH, VOCABULARY, WIDTH, config, eva_file, native, shake
 
-from pennyclip.config import ClipText, ImageTower, Model
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, Model
 from pennyclip.model.clip import CLIP
 from pennyclip.weights.build import build
 from pennyclip.weights.load import load_tower

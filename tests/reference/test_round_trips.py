@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_towers import assert_same, config, eva_file, images, native, pixels
 
-from pennyclip.checkpoint import write_model
-from pennyclip.config import ClipText, Model
-from pennyclip.errors import RequestError
-from pennyclip.export import export
+from pennyclip.base.errors import RequestError
+from pennyclip.commands.export import export
+from pennyclip.config.keys import ClipText, Model
 from pennyclip.model.clip import CLIP
 from pennyclip.weights.build import build
+from pennyclip.weights.checkpoint import write_model
 
 LAYOUTS = {  # tower, kind of file
     "OpenAI": ("vit_pico_patch16_clip_64", "openai"),

@@ -11,8 +11,8 @@ from tiny_towers import EMBED, LENGTH, VOCABULARY, WIDTH, config, native
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from pennyclip.config import ClipText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText
 from pennyclip.weights.build import build
 from pennyclip.weights.inspection import inspect_weights
 from pennyclip.weights.read import read_state

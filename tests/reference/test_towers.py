@@ -10,7 +10,7 @@ import torch
 import transformers
 from open_clip.hf_model import HFTextEncoder
 
-from pennyclip.config import ClipText, ImageTower, Model, TransformersText
+from pennyclip.config.keys import ClipText, ImageTower, Model, TransformersText
 from pennyclip.model.clip import CLIP
 from pennyclip.model.text_clip import ClipTextTower
 from pennyclip.model.text_transformers import TransformersTextTower

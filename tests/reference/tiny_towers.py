@@ -11,7 +11,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from pennyclip.config import ClipText, ImageTower, Model
+from pennyclip.config.keys import ClipText, ImageTower, Model
 from pennyclip.weights.build import build
 from pennyclip.weights.match import Match
 from pennyclip.weights.read import read_weights

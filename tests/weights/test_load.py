@@ -7,8 +7,8 @@ import pytest
 import timm
 import torch
 
-from pennyclip.config import ClipText, ImageTower, Model, TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, Model, TransformersText
 from pennyclip.weights.build import build
 from pennyclip.weights.inspection import inspect_weights
 from pennyclip.weights.table import grouped, render

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 from pennyclip.weights.packages import locate
 from pennyclip.weights.read import read_state, read_weights
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pennyclip.config import ClipText, ImageTower, TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, TransformersText
 from pennyclip.weights.read import WeightsFile
 from pennyclip.weights.statements import (
     Statements,

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pennyclip.base.errors import RequestError, RunError
 from pennyclip.data.pool import TRIES, Event, Report, Result, Task, run_tasks, told
-from pennyclip.errors import RequestError, RunError
 
 Engine = Literal["local", "ray"]
 

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.images import decode_jpeg
 from pennyclip.data.order import I64
-from pennyclip.errors import RequestError
 
 SCHEMA_VERSION = 1
 

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from pennyclip.config import Augment
+from pennyclip.base.errors import RunError
+from pennyclip.config.keys import Augment
 from pennyclip.data import augment
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import I64, Mixture, Order
@@ -22,7 +23,6 @@ from pennyclip.data.stored import States, Stored
 from pennyclip.data.synonyms import Synonyms
 from pennyclip.data.text import Tokenizer, pad, truncate
 from pennyclip.data.tokens import TokenStore
-from pennyclip.errors import RunError
 
 PREPROCESSING = "shorter side, bicubic, centre 1"
 """Names what `fit_square` does without a crop: stored features belong to one of these."""

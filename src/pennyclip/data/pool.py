@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from pennyclip.errors import RunError
+from pennyclip.base.errors import RunError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageFile
 
-from pennyclip.atomic import locked, replacing, write_text
+from pennyclip.base.atomic import locked, replacing, write_text
 from pennyclip.data import hashes, images
 from pennyclip.data.resize import Fit, centre_square, fit_to
 from pennyclip.data.sources.files import MAX_IMAGE, read_file, shown

@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Float16, Int64
 from torch import Tensor
 
-from pennyclip.atomic import replacing
+from pennyclip.base.atomic import replacing
+from pennyclip.base.errors import RunError
 from pennyclip.data.order import I64
 from pennyclip.data.text import padded_length
-from pennyclip.errors import RunError
 
 Array = npt.NDArray[np.float16]
 

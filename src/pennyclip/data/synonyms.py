@@ -14,7 +14,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 
 PARTS = ("noun", "verb", "adj", "adv")
 """The files' names; their order is that of the numbers 1 to 4 in cntlist.rev's keys."""

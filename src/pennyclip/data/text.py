@@ -16,8 +16,8 @@ import numpy as np
 import regex
 from ftfy.badness import is_bad
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.order import I64
-from pennyclip.errors import RequestError
 
 # Text that ftfy leaves as it is: ASCII without "&" (HTML entities) and without control characters
 # other than white space; and a line of common Latin, unless its letters look wrongly decoded.

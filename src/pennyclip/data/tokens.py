@@ -18,12 +18,12 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pennyclip.atomic import remove, replacing
+from pennyclip.base.atomic import remove, replacing
+from pennyclip.base.errors import RunError
 from pennyclip.data.index import Dataset
 from pennyclip.data.order import I64
 from pennyclip.data.text import Tokenizer, padded_length
 from pennyclip.data.writers import ArrayWriter
-from pennyclip.errors import RunError
 
 
 class TokenStore:

@@ -4,8 +4,8 @@ from timm.layers import GELU, GELUTanh, Mlp
 from timm.layers.activations import QuickGELU as TimmQuickGELU
 from torch import nn
 
-from pennyclip.config import Activation
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import Activation
 from pennyclip.model.text_clip import ACTIVATIONS, QuickGELU
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from pennyclip.config import ClipText, Model
+from pennyclip.config.keys import ClipText, Model
 from pennyclip.model.image import ImageTower
 from pennyclip.model.text_clip import ClipTextTower
 from pennyclip.model.text_transformers import TransformersTextTower

@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from pennyclip.config import Depth
-from pennyclip.errors import RequestError, some_like
+from pennyclip.base.errors import RequestError, some_like
+from pennyclip.config.keys import Depth
 from pennyclip.model.clip import CLIP, TextTower
 from pennyclip.model.image import ImageTower
 from pennyclip.model.lora import is_adapter, merged_state

@@ -11,8 +11,8 @@ from timm.layers import Mlp
 from timm.models import group_parameters
 from torch import Tensor, nn
 
-from pennyclip.config import ImageTower as ImageConfig
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ImageTower as ImageConfig
 from pennyclip.model.activation import activation_of, set_activation
 from pennyclip.model.attention import attention_context
 from pennyclip.model.cut import cut

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pennyclip.config import Adapters, Lora
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import Adapters, Lora
 from pennyclip.model.clip import CLIP
 from pennyclip.model.text_clip import CausalAttention
 

@@ -14,7 +14,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 
 PURPOSE = 1  # chosen: keeps this noise apart from other noise drawn for the same step
 

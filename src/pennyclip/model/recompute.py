@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pennyclip.config import ActivationCheckpointing
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ActivationCheckpointing
 from pennyclip.model.attention import same_attention
 from pennyclip.model.clip import CLIP, TextTower
 from pennyclip.model.text_clip import ClipTextTower

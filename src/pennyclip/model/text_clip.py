@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from pennyclip.config import ClipText
+from pennyclip.config.keys import ClipText
 from pennyclip.model.attention import attention_context
 from pennyclip.model.packing import Layout, causal_attention, packed, padded
 from pennyclip.model.weight_dtype import weight_dtype

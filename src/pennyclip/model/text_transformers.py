@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from pennyclip.config import TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import TransformersText
 from pennyclip.model.attention import attention_context
 from pennyclip.model.packing import Layout, full_attention, packed
 from pennyclip.model.weight_dtype import weight_dtype

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from timm.optim import Lion
 
-from pennyclip.config import Optim
+from pennyclip.config.keys import Optim
 from pennyclip.optim.lamb import Lamb, Variant
 from pennyclip.optim.stable_adamw import StableAdamW
 

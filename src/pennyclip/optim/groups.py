@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from pennyclip.config import Optim, PartRates, TrunkRates
-from pennyclip.errors import RequestError, some_like
+from pennyclip.base.errors import RequestError, some_like
+from pennyclip.config.keys import Optim, PartRates, TrunkRates
 
 NO_DECAY_NAMES = ("cls_token", "pos_embed", "positional_embedding", "reg_token", "logit_")
 TEMPERATURE = ("logit_scale", "logit_bias")

@@ -13,9 +13,9 @@ from typing import Any, Literal, cast
 import timm
 import torch
 
-from pennyclip.config import ClipText, ImageTower, Model, TransformersText
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, Model, TransformersText
 from pennyclip.data.text import ClipTokenizer, JsonTokenizer
-from pennyclip.errors import RequestError
 from pennyclip.weights.open_clip import SIGLIP_TEXT
 from pennyclip.weights.read import read_json
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from pennyclip.config import ClipText, Model, TransformersText
+from pennyclip.config.keys import ClipText, Model, TransformersText
 from pennyclip.model.clip import CLIP
 from pennyclip.weights.load import load_tower
 from pennyclip.weights.match import Match

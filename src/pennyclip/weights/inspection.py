@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pennyclip.config import ClipText, ImageTower, Model, TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import ClipText, ImageTower, Model, TransformersText
 from pennyclip.model.clip import CLIP
 from pennyclip.weights.describe import CLASSES
 from pennyclip.weights.layouts import Tower, matching, recognise

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 from pennyclip.model.clip import CLIP
 from pennyclip.model.freezing import trunk_state
 from pennyclip.weights import resample

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 from pennyclip.weights.describe import Architecture
 
 SHOWN = 8  # keys of one kind that an error message lists. chosen: a screen

@@ -13,7 +13,7 @@ from typing import Any
 import timm
 import torch
 
-from pennyclip.config import Activation, ClipText
+from pennyclip.config.keys import Activation, ClipText
 from pennyclip.data.text import JsonTokenizer
 from pennyclip.model.activation import activation_of
 from pennyclip.model.clip import CLIP

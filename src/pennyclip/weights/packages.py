@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 from pennyclip.weights.layouts import TRUNK, Layout, Rule
 from pennyclip.weights.read import NAMES
 

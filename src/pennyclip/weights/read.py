@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 from pennyclip.weights.dual_encoder import fold_poolers
 
 # What a folder's weights are called, the safest container first. An index lists shards.

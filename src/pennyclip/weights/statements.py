@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 import timm
 import torch
 
-from pennyclip.config import Activation, ClipText, ImageTower, TransformersText
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
+from pennyclip.config.keys import Activation, ClipText, ImageTower, TransformersText
 from pennyclip.model.activation import activation_of
 from pennyclip.weights.describe import norm_order_of
 from pennyclip.weights.read import WeightsFile

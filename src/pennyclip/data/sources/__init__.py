@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.classes import CLASSES
 from pennyclip.data.sources.coco import COCO
 from pennyclip.data.sources.columns import COLUMNS
@@ -19,7 +20,6 @@ from pennyclip.data.sources.pairs import Item, Options, Pair, Reader, Reject, So
 from pennyclip.data.sources.saved import SAVED
 from pennyclip.data.sources.tables import LONE_TABLE, TABLE
 from pennyclip.data.sources.tars import TARS
-from pennyclip.errors import RequestError
 
 __all__ = ["Item", "Options", "Pair", "Reject", "Source", "open_source", "open_sources"]
 

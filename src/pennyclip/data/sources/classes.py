@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.files import IMAGE_SUFFIXES, listing_fingerprint, shown, walk
 from pennyclip.data.sources.pairs import (
     SPLITS,
@@ -15,7 +16,6 @@ from pennyclip.data.sources.pairs import (
     Source,
     pair_or_reject,
 )
-from pennyclip.errors import RequestError
 
 
 @dataclass(frozen=True)

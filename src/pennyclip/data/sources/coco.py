@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.files import shown
 from pennyclip.data.sources.pairs import SPLITS, Item, Options, Reader, Reject, Source, load_json
 from pennyclip.data.sources.rows import TableItem, fingerprint
-from pennyclip.errors import RequestError
 
 LOOKED_AT = 100  # pictures by which their folder is found. chosen: some may be missing
 

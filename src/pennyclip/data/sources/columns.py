@@ -16,6 +16,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pyarrow.types as types
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.files import listing_fingerprint, shown, walk
 from pennyclip.data.sources.pairs import (
     CAPTION_KEYS,
@@ -26,7 +27,6 @@ from pennyclip.data.sources.pairs import (
     Source,
 )
 from pennyclip.data.sources.rows import IMAGE_KEYS, Row, address_hint, fingerprint, list_rows
-from pennyclip.errors import RequestError
 
 COLUMN_SUFFIXES = (".parquet", ".arrow", ".feather")
 BYTES_KEYS = (*IMAGE_KEYS, "jpg", "jpeg", "png", "webp", "bytes", "image_bytes", "img_bytes")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 
-from pennyclip.errors import RequestError
+from pennyclip.base.errors import RequestError
 
 IMAGE_SUFFIXES = frozenset(
     (

@@ -10,9 +10,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.files import file_state, shown
 from pennyclip.data.sources.pairs import SPLITS, Item, Pair, Reject, json_captions, pair_or_reject
-from pennyclip.errors import RequestError
 
 IMAGE_KEYS = (
     *("image", "image_path", "img", "img_path", "filepath", "file_path"),

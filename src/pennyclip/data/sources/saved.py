@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.columns import list_columns
 from pennyclip.data.sources.pairs import SPLITS, Options, Reader, Source
-from pennyclip.errors import RequestError
 
 
 def open_saved(path: Path, options: Options) -> Source | None:

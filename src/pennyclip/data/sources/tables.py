@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.pairs import CAPTION_KEYS, Options, Reader, Source, load_json
 from pennyclip.data.sources.rows import IMAGE_KEYS, Row, address_hint, fingerprint, list_rows
-from pennyclip.errors import RequestError
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 

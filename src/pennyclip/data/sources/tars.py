@@ -13,6 +13,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pennyclip.base.errors import RequestError
 from pennyclip.data.sources.files import (
     IMAGE_SUFFIXES,
     MAX_IMAGE,
@@ -34,7 +35,6 @@ from pennyclip.data.sources.pairs import (
     load_json,
     pair_or_reject,
 )
-from pennyclip.errors import RequestError
 
 Span = tuple[int, int]  # offset and length in bytes
 

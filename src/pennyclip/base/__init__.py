@@ -1,0 +1,1 @@
+"""What every room uses: errors, files that are whole or not there, progress."""

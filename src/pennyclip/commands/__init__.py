@@ -1,0 +1,1 @@
+"""What each command takes and does."""

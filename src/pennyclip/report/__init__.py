@@ -1,7 +1,0 @@
-"""One run, several side by side, or a dataset, as a self-contained page."""
-
-from pennyclip.report.comparison import write_comparison
-from pennyclip.report.dataset import write_dataset_page
-from pennyclip.report.page import write_report
-
-__all__ = ["write_comparison", "write_dataset_page", "write_report"]

@@ -1,0 +1,1 @@
+"""A run: the loop, its stages, its state and its folder."""

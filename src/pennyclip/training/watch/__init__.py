@@ -1,0 +1,1 @@
+"""Whether a run is well, and what is done if not."""
